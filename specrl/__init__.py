@@ -1,4 +1,4 @@
-"""The command `specrl` begins here, in the one package of which users have no module of the same name."""
+"""The entry point of the command `specrl`, in the one package whose name no user's module shares."""
 
 import importlib
 import sys
@@ -6,6 +6,6 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run the command line of this process, with our own `flows`, `tasks` and `slurm`, whatever lies on PYTHONPATH."""
+    """Run this process's command line with specrl's own `flows`, `tasks` and `slurm`, whatever PYTHONPATH says."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     importlib.import_module("flows.cli").main()

@@ -1,4 +1,4 @@
-"""Typed results on disk, which pass from stage to stage, and the functions with which all files are written.
+"""The typed results that stages pass to each other on disk, and the functions that write all files.
 
 A file that exists is complete: it is written under a temporary name, flushed to disk and renamed. A stage has finished
 when its `result.json` exists; it is always written last.
@@ -24,18 +24,18 @@ from specrl.config.base import ConfigError
 
 RESULT_FILE = "result.json"
 PROMPTS_DIR = "prompts"
-"""The folder of the shards of problems in that of `prepare`, whose tokenizer decides with `[data]` what they hold."""
-MOST_BYTES = 64 * 2**20  # the most bytes that are read of a file of text or JSON: a run's own are far smaller
+"""The folder of problem shards in that of `prepare`; `[data]` and the tokenizer there determine their contents."""
+MOST_BYTES = 64 * 2**20  # the most bytes read from a text or JSON file; a run's own files are far smaller
 PASSING = frozenset(
     {errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOLCK, errno.EROFS, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN}
 )
-"""The errors with which the file system of a cluster fails for minutes and is back."""
+"""The errors of a cluster's file system that pass after minutes."""
 CURVE_FOLDER = "validation"
-"""The folder of the scores of policy versions, one file for each, in that of the train stage."""
+"""The folder of policy versions' scores, one file each, in the train stage's folder."""
 
 
 class Artifact(BaseModel):
-    """The base of all results: frozen, and without keys that nobody declared."""
+    """The base of all results: frozen, and undeclared keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,7 +43,7 @@ class Artifact(BaseModel):
 class PrepareResult(Artifact):
     policy_dir: Path  # the policy as a Hugging Face folder: configuration, tokenizer and safetensors
     prompts_seen: int = 0
-    """The number of prompts that were looked at: all rows of files, and what was drawn first of generators."""
+    """The number of prompts examined: all rows of files, and the first ones drawn from generators."""
     prompts_overlong: int = 0  # those of them that were too long, and were dropped or truncated as `data.overlong` says
     drafter_dir: Path | None = None  # the drafter of `drafter.source` in specrl's own layout; None without one
     seconds: float  # the wall-clock time of the stage, here as in every result
@@ -71,10 +71,10 @@ class CalibrateResult(Artifact):
 
 
 class PrecisionReport(Artifact):
-    """The precision that was asked of each engine, and how it computed FP8: `native`, `emulated` or `off`."""
+    """The precision requested of each engine, and how it computed FP8: `native`, `emulated` or `off`."""
 
     generation: str = "bf16"
-    """The precision asked for: `fp8`, or the type of the model, `bf16` or `fp32`. So in `training` and `kv_cache`."""
+    """The requested precision: `fp8`, or the model's type, `bf16` or `fp32`; likewise for `training` and `kv_cache`."""
     generation_mode: str = "off"
     training: str = "bf16"
     training_mode: str = "off"
@@ -122,24 +122,24 @@ class BestPolicy(Artifact):
     """The best of the policies that were validated during training."""
 
     step: int  # the number of RL steps that it was trained for
-    metric: str  # the metric that it is the best by
+    metric: str  # the metric by which it is the best
     value: float
     policy_dir: Path
     drafter_dir: Path | None
-    """The folder of the drafter that was trained along with it; for `mtp`, `policy_dir`; None without a drafter."""
+    """The folder of the drafter trained with the policy; for `mtp`, `policy_dir`; None without a drafter."""
 
 
 class TrainResult(Artifact):
     """The result of `train`, summed up from the records of its steps."""
 
     policy_dir: Path
-    """The policy that the next stages take: that of the last step or, with `train.final = "best"`, the best one."""
+    """The policy that later stages use: that of the last step or, with `train.final = "best"`, the best one."""
     drafter_dir: Path | None
     """The drafter's folder; for `mtp`, whose layer belongs to the policy, `policy_dir`; None without a drafter."""
     policy_step: int  # the number of RL steps that this policy was trained for
     steps: int  # the number of RL steps of the run
     stopped_early: str | None = None
-    """Why training ended before `train.num_steps`, by `train.stop_when`; None where it did not."""
+    """Why `train.stop_when` ended training before `train.num_steps`; None if it did not."""
     best: BestPolicy | None = None  # the best policy; None where nothing was validated during training
     step_seconds_median: float
     timing_share: dict[str, float]  # the share of the steps' time that each part took, by the name of the part
@@ -181,7 +181,7 @@ class SpeedPair(Artifact):
 
 
 class NextStepText(Artifact):
-    """The text that the training step after the last one would begin with on the first engine."""
+    """The text from which the first engine would draft at the start of the training step after the last one."""
 
     step: int  # the number of that step
     num_responses: int  # the number of its responses, on all engines
@@ -207,7 +207,7 @@ class ParityCounts(Artifact):
     limit: float
     """The largest distance that a near-tie may have, in nats."""
     largest_distance: float
-    """The largest distance of a difference that was found, in nats; 0 without differences."""
+    """The largest distance found, in nats; 0 without differences."""
 
 
 class ExactnessResult(Artifact):
@@ -215,7 +215,7 @@ class ExactnessResult(Artifact):
 
     num_draft_tokens: int
     num_accepted_tokens: int
-    """The number of drafted tokens that were accepted. The comparison says much where some were, and some were not."""
+    """The number of accepted draft tokens. The comparison is conclusive only if some were accepted, some rejected."""
     sampled: ParityCounts
     greedy: ParityCounts
 
@@ -231,7 +231,7 @@ class ValidateResult(Artifact):
     acceptance_rate_per_pos: list[float]
     speed: list[SpeedPair]  # one pair for each batch size of `validate.speed_batches`; empty when nothing is speculated
     text: NextStepText | None = None
-    """The text that the speculative side of the pairs began with; None for methods that draft from no text."""
+    """The initial text of the pairs' speculative side; None for methods that draft from no text."""
     exactness: ExactnessResult | None = None
     """The comparison of speculative and plain decoding; None when nothing is speculated."""
     seconds: float
@@ -243,7 +243,7 @@ class Acceptance(Artifact):
     set: str  # the name of the set
     temperature: float  # the temperature; 0 is greedy decoding
     context: tuple[int, int] | None
-    """The least and the greatest number of tokens before the drafts that are counted; None for all drafts."""
+    """The range of context lengths whose drafts are counted, in tokens; None for all drafts."""
     num_drafts: int
     acceptance_length: float
     acceptance_rate_per_pos: list[float]
@@ -264,7 +264,7 @@ class ExportResult(Artifact):
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`. On success it is flushed to disk and renamed, on an error removed.
 
-    No other writer of the same file has the same one, on whatever host.
+    The temporary path is unique among all writers of the file, on any host.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
@@ -274,7 +274,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # which a full disk's has not
+        error.filename = error.filename or str(path)  # the error of a full disk names no file
         raise
     finally:
         temporary.unlink(missing_ok=True)
@@ -285,21 +285,21 @@ def _temporary(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file so that it is complete when it exists."""
+    """Write a text file atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON; what JSON does not know, such as a path, becomes its text."""
+    """Write a value as JSON atomically; values that JSON lacks, such as paths, become strings."""
     write_text(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
 def append_line(path: Path, line: str, *, flush: bool = True) -> None:
     """Append a line to a text file and, with `flush`, wait until it is on disk.
 
-    A line that a kill or a full disk cut short stays a line of its own, which readers leave out. After an error it is
-    removed, unless another process has appended to the file meanwhile.
+    A line cut short by a kill or a full disk remains a line of its own, which readers skip. After an error it is
+    removed, unless another process has appended to the file in the meantime.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b", buffering=0) as file:
@@ -320,7 +320,7 @@ def append_line(path: Path, line: str, *, flush: bool = True) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """The contents of a file of a run, which may be somebody else's; a ValueError for a link, a pipe or a huge one."""
+    """Read a file of a run, possibly another user's; raise ValueError for a link, a pipe or a huge file."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -336,12 +336,12 @@ def read_file(path: Path) -> bytes:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether an error is one that a file system gives for a while, as when its server starts again."""
+    """Whether a file-system error is temporary, as while a file server restarts."""
     return isinstance(error, OSError) and error.errno in PASSING
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a file of a run, which may be somebody else's; None where nothing can be read."""
+    """Read the JSON value in a file of a run, possibly another user's; None if it cannot be read."""
     try:
         return json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
@@ -349,20 +349,20 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in such a file; empty where there is none."""
+    """Read the JSON object in such a file; empty if there is none."""
     found = read_json(path)
     return found if isinstance(found, dict) else {}
 
 
 def read_lines(path: Path) -> list[Any]:
-    """The values of a file with one JSON value per line; without such a file, none."""
+    """Read a file with one JSON value per line; no values if there is no such file."""
     try:
         lines = read_file(path).splitlines()
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return []
     values = []
     for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):  # a line that a kill cut short
+        with contextlib.suppress(ValueError, RecursionError):  # a line cut short by a kill
             values.append(json.loads(line))
     return values
 
@@ -373,13 +373,13 @@ def write_result(stage_dir: Path, result: Artifact) -> None:
 
 
 def read_result[Result: Artifact](stage_dir: Path, kind: type[Result]) -> Result:
-    """The result of a stage; a ConfigError if it has not finished, or is of another version of specrl."""
+    """Read a stage's result; raise ConfigError if it is missing or was written by another version of specrl."""
     path = stage_dir / RESULT_FILE
     if not path.exists():
         raise ConfigError(f"stage in {stage_dir} has not finished: no {RESULT_FILE}")
     values = read_object(path)
     try:
-        # A run that goes on with other code keeps its finished stages; what only their code knew is left out.
+        # A run continued with other code keeps its finished stages; fields that this code lacks are dropped.
         return kind.model_validate({name: value for name, value in values.items() if name in kind.model_fields})
     except ValidationError as error:
         raise ConfigError(
@@ -388,7 +388,7 @@ def read_result[Result: Artifact](stage_dir: Path, kind: type[Result]) -> Result
 
 
 def point_to(link: Path, folder: Path) -> None:
-    """Make the symbolic link `link` lead to `folder`, which lies below the link's own folder, whatever it led to."""
+    """Point the symbolic link `link` at `folder`, which lies below the link's own folder, replacing any old target."""
     temporary = _temporary(link)
     temporary.symlink_to(folder.relative_to(link.parent))
     temporary.replace(link)
@@ -405,7 +405,7 @@ def read_curve(train_dir: Path) -> list[SetScore]:
     """The scores of all policy versions, in the order of steps and, within each, of the held-out sets."""
     scores: list[SetScore] = []
     for path in sorted((train_dir / CURVE_FOLDER).glob("step=*.json")):
-        with contextlib.suppress(ValidationError):  # of another version of specrl
+        with contextlib.suppress(ValidationError):  # written by another version of specrl
             scores += _SCORES.validate_python(read_json(path))
     return scores
 

@@ -23,13 +23,13 @@ class StageContext:
     config: Config
     stage: StageName
     key: str  # the content key: the stage's name, a dash, and a digest of its inputs, configuration sections and code
-    stage_dir: Path  # the folder of everything that the stage leaves, `runs/NAME/stages/KEY`
+    stage_dir: Path  # the folder of all output of the stage, `runs/NAME/stages/KEY`
     inputs: dict[StageName, Path]  # the folders of the finished stages that this one reads, by stage
-    mlflow_run_id: str  # the run's MLflow run; the stage continues its own child of it
+    mlflow_run_id: str  # the run's MLflow run; the stage resumes its own child run
     continues: Continuation | None = None
-    """The checkpoint of another stage from which this one starts; None where it starts from its inputs alone."""
+    """The checkpoint of another stage that this one continues; None if it starts from its inputs alone."""
     device_bytes: int = 0
-    """The memory that the plan counts for a rank on its GPU, apart from the engine's share; 0 where it is not known."""
+    """The GPU memory planned for a rank, apart from the engine's share; 0 if unknown."""
 
     @property
     def run_dir(self) -> Path:
@@ -46,7 +46,7 @@ class StageContext:
         return read_result(self.inputs[stage], kind)
 
     def check(self) -> None:
-        """Check that a job of the run reads and writes in the run's folder alone."""
+        """Check that a job of the run reads and writes only within the run's folder."""
         start = [self.continues.stage_dir] if self.continues is not None else []
         for folder in (self.stage_dir, *self.inputs.values(), *start):
             if not Path(os.path.normpath(folder)).is_relative_to(os.path.normpath(self.run_dir)):

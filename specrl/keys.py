@@ -1,7 +1,7 @@
 """Content keys: a stage's key changes when, and only when, something that its result depends on changes.
 
-The key names the stage's folder and, through it, its Slurm job, so that a run that is started again finds what is
-finished and what is still running.
+The key names the stage's folder and, through it, its Slurm job, so that a restarted run finds finished stages and
+running jobs.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ SECTIONS: dict[StageName, tuple[str, ...]] = {
 VALIDATION_OF_TRAINING = ("every", "sets", "correct_reward", "num_prompts")
 """The keys of `[validate]` that training reads, where it validates."""
 END_BYTES = 2**20
-"""How much of each end of a file is read: safetensors begin with their header, and training changes all tensors."""
+"""The bytes read from each end of a file: safetensors begin with their header, and training changes all tensors."""
 UNREAD = re.compile(r"\.|README|LICENSE|NOTICE|USE_POLICY", re.IGNORECASE)
-"""How the names of files in a model's folder begin that no stage reads."""
+"""The beginnings of the names of files in a model's folder that no stage reads."""
 NO_STAGE_CODE = ("bench", "report", "projection", "checks")
-"""Subpackages that no stage's result depends on: how results are measured or shown does not make them old."""
+"""Subpackages on which no stage's result depends: they only measure or show results."""
 
 
 def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str], code: str, start: Any = None) -> str:
@@ -57,14 +57,14 @@ def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str],
     """
     assert set(inputs) == set(INPUTS[stage]), f"{stage} reads {INPUTS[stage]}, got keys of {tuple(inputs)}"
     files = named_files(config, stage)
-    places = {*data_places(config), *_model_places(config)} & files.keys()  # where a file lies does not count
+    places = {*data_places(config), *_model_places(config)} & files.keys()  # the location of a file does not count
     settings = {key: value for key, value in flat_settings(config) if reads(config, stage, key) and key not in places}
     settings["first set"] = config.validate_.first_set if reads(config, stage, "validate.sets") else None
     return f"{stage}-{digest([stage, dict(inputs), settings, files, code, start])}"
 
 
 def reads(config: Config, stage: StageName, key: str) -> bool:
-    """Whether the result of a stage depends on a setting itself; of `source`, later stages read what `prepare` made."""
+    """Whether a stage's result depends on the setting itself; `source` matters to later stages only via `prepare`."""
     section, _, name = key.partition(".")
     if key in ("model.source", "drafter.source") or key.startswith("model.tiny"):
         return stage == "prepare" and (section == "model" or config.adopts_drafter)
@@ -154,9 +154,9 @@ def file_digest(path: Path) -> str:
 
 
 def import_source(name: str) -> Path | None:
-    """The source file of a function that is given as `package.module:function`, or None.
+    """The source file of a function given as `package.module:function`, or None.
 
-    It is looked for in the current folder and then on `sys.path`, and not imported.
+    It is searched for in the current folder and then on `sys.path`, without importing it.
     """
     module, separator, _ = name.partition(":")
     if not separator:
@@ -173,7 +173,7 @@ def import_source(name: str) -> Path | None:
 
 
 def reward_sources(parts: Sequence[RewardPart] | None) -> tuple[Path | None, ...]:
-    """The source file of each part of a reward that is a function of the user's."""
+    """The source file of each part of a reward; None for a registered function."""
     return tuple(import_source(part.name) for part in parts or ())
 
 
@@ -185,8 +185,8 @@ def _content(*places: Path | None) -> str | None:
 def model_fingerprint(source: str) -> Any:
     """The names, sizes and ends of the files in a model's folder, whose weights are too large to hash.
 
-    When they were written does not count, as a copy has another time, and neither do files that nothing reads. A source
-    that is not a folder stands for itself.
+    Modification times do not count, because copying changes them, nor do files that nothing reads. A source that is
+    not a folder is its own fingerprint.
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():

@@ -24,11 +24,11 @@ from pathlib import Path
 
 from specrl.config.cluster import LogLevel
 
-MOST_BYTES = 64 * 2**20  # the length of a log with which it begins anew
+MOST_BYTES = 64 * 2**20  # the length at which a log is rotated
 FORMAT = "%(asctime)s %(levelname)-7s %(where)s  %(message)s"
 TIMES = "%Y-%m-%d %H:%M:%S"
 PACKAGES = ("specrl", "slurm")
-"""The packages that run in a rank and whose loggers are set up; those of libraries stay as they are."""
+"""The packages of a rank whose loggers are set up; libraries' loggers stay as they are."""
 
 logger = logging.getLogger(__name__)
 _step: ContextVar[int | None] = ContextVar("step", default=None)
@@ -54,9 +54,9 @@ def set_up(level: LogLevel, rank: int | None = None) -> None:
 
 
 def rotate(most_bytes: int = MOST_BYTES) -> None:
-    """Begin this process's log anew where it has grown long; what it had lies beside it, as `NAME.1`, until next time.
+    """Rotate this process's log if it has grown long: copy it to `NAME.1` beside it, and truncate it.
 
-    The file stays the same, since the scheduler has it open too; that is safe as far as all append to it.
+    It is not renamed, because the scheduler has it open too; truncating is safe if all writers append.
     """
     file = sys.stderr.fileno()
     state = os.fstat(file)
@@ -80,7 +80,7 @@ def step(number: int) -> Iterator[None]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Log that the block begins, and then how long it took, or after how long and with which error it failed."""
+    """Log the start of the block and then how long it took, or after how long and with which error it failed."""
     started, cpu_started = time.monotonic(), time.process_time()
     logger.info("%s begins", name)
     try:

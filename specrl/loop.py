@@ -49,11 +49,11 @@ class Trainer:
     ranks: Ranks
     engine: Engine
     policy: Policy
-    teacher: Policy | None  # the frozen policy of `train.teacher`, which scores what is trained on
+    teacher: Policy | None  # the frozen policy of `train.teacher`, which scores the trained rollouts
     drafter: Drafter | None  # None where none is trained
-    spot: SpotTraining | None  # trains the drafter while this rank waits; None where `bubbles.use` does not ask for it
+    spot: SpotTraining | None  # trains the drafter while this rank waits; None unless `bubbles.use` asks for it
     rewards: RewardPool | None
-    """Computes the rewards; None on a rank whose engine has another first rank, which does it."""
+    """Computes the rewards; None except on the first rank of each engine."""
     generator: RolloutGenerator
     precision: PrecisionMonitor
     refit: Refit
@@ -63,12 +63,12 @@ class Trainer:
     checkpoints: Checkpoints
     lifetime: Lifetime
     continues: Continuation | None = None
-    """The checkpoint of another stage from which this one starts; None where it starts from its inputs alone."""
+    """The checkpoint of another stage that this one continues; None if it starts from its inputs alone."""
 
     def restore(self) -> int:
-        """Continue from the newest checkpoint, or from the start, and return the first step to run.
+        """Restore the newest checkpoint, if any, and return the first step to run.
 
-        The checkpoint is of this stage or of the one that it continues; what later steps have left is dropped.
+        The checkpoint is this stage's or that of the stage it continues; the output of later steps is dropped.
         """
         with logs.phase("loading of the checkpoint"):
             found = self.checkpoints.restore(self.drafter)
@@ -77,12 +77,12 @@ class Trainer:
         first_step = 0
         if found is not None:
             first_step = found.state.step
-            self.engine.precision.restore(found.state.kv_scales)  # the loop's first refit ships them
+            self.engine.precision.restore(found.state.kv_scales)  # the loop's first refit loads them into the engine
             if self.ranks.is_first:
                 for damage in found.damaged:
                     record_event(self.checkpoints.directory.parent, "damaged checkpoint", damage, first_step)
         self.recorder.drop_from(first_step)
-        # Without a checkpoint the policy before training is validated again too: if it is the best, it gets one.
+        # Without a checkpoint the initial policy is validated again, and checkpointed if it is the best.
         self.validation.restore(first_step if found is not None else -1)
         if (best := self.validation.best()) is not None:
             self.checkpoints.mark_best(best[0])
@@ -91,25 +91,25 @@ class Trainer:
         return first_step
 
     def start_from(self, start: Continuation) -> Restored | None:
-        """Load the checkpoint of another stage, and return what else it held if the steps go on counting from it.
+        """Load another stage's checkpoint; return its remaining state if step numbering continues from it, else None.
 
-        Where they do and it is damaged, the newest whole one before it serves.
+        If numbering continues and the checkpoint is damaged, the newest intact one before it is loaded.
         """
         found = load_newest(start.checkpoint_dirs, self.policy, self.drafter if start.has_drafter else None)
         if start.counts_on:
             return found
-        self.policy.renew_reference()  # the policy before RL is the one that was loaded
+        self.policy.renew_reference()  # the policy before RL is the one just loaded
         return None
 
     def run(self, first_step: int, progress: Progress) -> int:
-        """Run the steps from `first_step` on, and return the number of steps that the policy has been trained for.
+        """Run the steps from `first_step` on, and return the number of steps the policy has been trained for.
 
-        A LeftJobError says that the next step does not fit into the time left, or that somebody wants the job to end.
+        Raises LeftJobError if the next step does not fit into the remaining time, or the job is asked to end.
         """
         with logs.phase("first refit"):
             self.refit_engine(version=first_step)
         step = first_step
-        if self.is_last(step):  # an earlier job was ended after its last step
+        if self.is_last(step):  # an earlier job ended after the last step
             return step
         traces = self.recorder.steps_dir.parent / "traces"
         self.lifetime.begin_steps(step, *self.recorder.recent_seconds(RECENT_STEPS))
@@ -127,7 +127,7 @@ class Trainer:
         return step
 
     def leave(self, step: int, stop: Stop) -> NoReturn:
-        """Leave the job before this step, by a LeftJobError, with a checkpoint from which another job begins."""
+        """Make sure that another job can continue at this step from a checkpoint, and raise LeftJobError."""
         logger.info("leaving before step %d: %s (%s)", step, stop.reason, stop.text)
         if step not in (self.lifetime.first_step, self.checkpoints.newest):
             self.save(step)
@@ -153,7 +153,7 @@ class Trainer:
             with timer("drafter_update"):
                 drafter_metrics = self.update_drafter(update.features)
             with timer("refit"):
-                update.features.clear()  # or they would still be held beside the next step's
+                update.features.clear()  # otherwise they would stay in memory together with the next step's
                 refit = self.refit_engine(version=step + 1, kv_scales=kv_scales)
             metrics = step_metrics(generated, update.metrics, drafter_metrics, timer.seconds) | mismatch | refit
             if self.engine.drafting is not None:
@@ -169,7 +169,7 @@ class Trainer:
         self.recorder.finish(record, timer, num_steps, progress)
 
     def report_lost_signals(self, record: StepRecord) -> None:
-        """Record an event where nothing has been learned for some steps."""
+        """Record an event if nothing has been learned for several steps."""
         if not self.ranks.is_first:
             return
         step, past = record.step, self.recorder.metrics
@@ -188,7 +188,7 @@ class Trainer:
         return update
 
     def updates_drafter(self, step: int) -> bool:
-        """Whether the drafter learns from this step, as it always does from the last of `train.num_steps`."""
+        """Whether the drafter is updated in this step, as it always is in the last of `train.num_steps`."""
         return (step + 1) % self.config.drafter.update_every == 0 or step + 1 == self.config.train.num_steps
 
     def update_drafter(self, features: list[Features | None]) -> dict[str, float]:
@@ -199,12 +199,12 @@ class Trainer:
         metrics = merged or self.drafter.update(features, lr=self.config.drafter.online_lr)
         if self.spot is not None:
             self.spot.remember(features)
-        return metrics if metrics["num_tokens"] else {}  # or nothing was measured
+        return metrics if metrics["num_tokens"] else {}  # without tokens, nothing was measured
 
     def refit_engine(self, version: int, kv_scales: KvScales | None = None) -> dict[str, float]:
         """Load policy and drafter into the engine and check them.
 
-        The drafter is probed every so many steps and before a checkpoint; `save` makes up for one that is not foreseen.
+        The drafter is probed every `refit.probe_every` steps and before a checkpoint; `save` probes it if it was not.
         """
         probe = version % self.config.refit.probe_every == 0 or self.may_save(version)
         return self.refit.load(version, kv_scales, probe=probe)
@@ -215,13 +215,13 @@ class Trainer:
         return self.is_due(version) or self.validation.is_due(version, last=last)
 
     def is_due(self, version: int) -> bool:
-        """Whether a checkpoint of this version is due, however good it is."""
+        """Whether a checkpoint of this version is due regardless of its score."""
         return version % self.config.train.checkpoint_every == 0 or self.is_last(version)
 
     def validate(self, version: int, timer: Timer) -> bool:
-        """Let the engine, which holds this version, answer the held-out sets if that is due.
+        """Validate this version, which the engine must hold, on the held-out sets if that is due.
 
-        The result is whether it is the best version so far, and its checkpoint has not been begun yet.
+        Returns whether it is the best version so far and no checkpoint of it has been started.
         """
         if not self.validation.is_due(version, last=self.is_last(version)):
             return False
@@ -237,10 +237,10 @@ class Trainer:
         return version >= self.config.train.num_steps or self.early_stop.reason is not None
 
     def store(self, record: StepRecord, rollouts: list[Rollout], *, is_best: bool) -> None:
-        """Write the rollouts of this rank and begin, when one is due, a checkpoint from which the next step can start.
+        """Write this rank's rollouts and, if one is due, start a checkpoint from which the next step can start.
 
-        The record goes to disk and to MLflow before it, with the times so far: after the checkpoint nobody runs this
-        step again, and a kill before the record is finished would leave the step without any.
+        The record, with the times so far, is written and logged before it: this step is never run again after the
+        checkpoint, so a kill before the record is finished would leave the step without one.
         """
         version = record.step + 1
         self.recorder.write_rollouts(record.step, rollouts)
@@ -252,7 +252,7 @@ class Trainer:
             self.checkpoints.check()
 
     def save(self, step: int) -> None:
-        """Begin to write the checkpoint from which `step` can start, beside the generation of that step."""
+        """Start writing the checkpoint from which `step` can start, in parallel with that step's generation."""
         self.refit.guard.confirm(step)
         for event in self.refit.guard.take_events() if self.ranks.is_first else ():
             record_event(self.checkpoints.directory.parent, "drafter", event, step)

@@ -2,7 +2,7 @@
 
 A name that ends in `_I` stands for several metrics, one for each draft position or batch size. Positions count from 1
 in `spec/acceptance_rate_pos_I`, and from 0 in `drafter/expected_acceptance_pos_I`. Times are wall-clock times of the
-first rank, which at the end of each part of a step waits for the others. Log-probs and KL are in nats.
+first rank, which waits for the others at the end of each part of a step. Log-probs and KL are in nats.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ FAMILIES = (
     Metric("bench/NAME", "", "Column NAME of the rows of a benchmark; the step is the number of the row."),
     Metric("system/NAME", "", "Load of the first node, as MLflow measures it; other nodes: system/node_I/NAME."),
 )
-"""Metrics whose names are made at run time."""
+"""Metrics whose names are formed at run time."""
 _PATTERNS = [
     (re.compile(re.sub("_I$", r"_\\d+", metric.name).replace("NAME", ".+")), metric)
     for metric in (*METRICS.values(), *FAMILIES)

@@ -35,23 +35,23 @@ PORTS = range(15_000, 32_000)
 """The ports to choose from. Linux gives those from 32,768 on to outgoing connections, one of which could take a port
 after it was found free and before somebody listens on it."""
 PR_SET_PDEATHSIG = 1
-"""The option of `prctl` that sets the signal which a process gets when its parent ends (Linux, `sys/prctl.h`)."""
+"""The `prctl` option that sets the signal sent to a process when its parent ends (Linux, `sys/prctl.h`)."""
 HELPER = (
     "import sys; from importlib import import_module; from multiprocessing.connection import Connection; "
     "rank = Connection(int(sys.argv[2])); sys.path[:] = rank.recv(); import_module(sys.argv[1]).main(rank)"
 )
-"""The program of a helper, `python -c HELPER MODULE FD`: it looks for modules where the rank does."""
+"""The program of a helper, `python -c HELPER MODULE FD`: it searches for modules where the rank does."""
 SLURMS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_", "SCANCEL_")
-"""How the variables begin by which users and jobs tell Slurm's commands what to do and what to print."""
-OF_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")  # those that say which Slurm it is, and who asks it
+"""The prefixes of variables that control the behaviour and output of Slurm's commands."""
+OF_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")  # select the Slurm cluster and authenticate the user
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The variables of a job's rank, which another job that is started from it must not take for its own."""
-TAIL_BYTES = 4096  # how many bytes are read from the end of a log to find its last line
+"""The variables of a job's rank, which a job started from it must not inherit."""
+TAIL_BYTES = 4096  # the number of bytes read from the end of a log to find its last line
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 OF_IPV6 = re.compile(r":.*:.*/|\]")
-"""What a network of IPv6, such as fe80::/10, and an address with a port, such as [::1]:80, look like without `[`."""
+"""Matches an IPv6 network, such as fe80::/10, and an address with a port, such as [::1]:80, without its `[`."""
 OTHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""The signals that Slurm or a terminal sends to all processes of a job, and that are meant for the rank."""
+"""The signals that Slurm or a terminal sends to all processes of a job, but that are meant for the rank."""
 
 
 def start_helper(
@@ -61,12 +61,12 @@ def start_helper(
     *,
     send: Sequence[object] = (),
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start a process that runs `main` of a module, and return it with this end of a connection to it.
+    """Start a process that runs the `main` function of a module; return it and this end of a connection to it.
 
-    `main` gets the other end. The first thing that it receives is the id of this process: given to `become_helper` or
-    `end_with_parent`, it lets the helper end with the thread that has started it. Then comes what is to be sent. The
-    helper imports what `module` imports, and no more. What it prints goes to `output`, by default where this process
-    prints. Without an `environment` it has this process's, and one thread of OpenMP unless that says otherwise.
+    `main` gets the other end. It first receives this process's id: passed to `become_helper` or `end_with_parent`,
+    it makes the helper end with the thread that started it. The values of `send` follow. The helper imports only what
+    `module` imports. Its output goes to `output`, by default that of this process. Without an `environment` it
+    inherits this process's, with one OpenMP thread unless OMP_NUM_THREADS is set.
     """
     connection, remote = Pipe()
     with remote:
@@ -77,16 +77,16 @@ def start_helper(
             stdout=output,
             stderr=output,
             pass_fds=[remote.fileno()],
-            start_new_session=True,  # a terminal's Ctrl-C does not reach it, and `end_helper` ends all it has started
+            start_new_session=True,  # so Ctrl-C does not reach it, and `end_helper` ends its children too
         )
-    with contextlib.suppress(OSError):  # it has ended already, as whoever asks it for something will find
+    with contextlib.suppress(OSError):  # it has already ended; its first user will notice
         for value in (sys.path, os.getpid(), *send):
             connection.send(value)
     return process, connection
 
 
 def end_helper(process: subprocess.Popen[bytes]) -> None:
-    """End a helper and what it has started; one that has ended already is taken off the kernel's list."""
+    """End a helper and its children; one that has already ended is reaped."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):  # it has ended just now
             os.killpg(process.pid, signal.SIGKILL)
@@ -94,18 +94,18 @@ def end_helper(process: subprocess.Popen[bytes]) -> None:
 
 
 def become_helper(parent: int) -> None:
-    """Let this process end with the rank (its process id) that started it, to which it leaves the signals of all."""
+    """Make this process end with the rank (a process id) that started it, and leave group signals to that rank."""
     end_with_parent(parent)
     for number in OTHERS_SIGNALS:
         signal.signal(number, lambda *_: None)  # a handler and not SIG_IGN, which programs started here would inherit
-    with contextlib.suppress(OSError):  # where memory runs out, this process goes before the rank
+    with contextlib.suppress(OSError):  # if memory runs out, this process is killed before the rank
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent ends, however it ends; SystemExit if it has ended."""
+    """Have the kernel signal this process when its parent ends for any reason; SystemExit if it already has."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # before this call: no signal would ever come
+    if os.getppid() != parent:  # it ended before this call: no signal would ever come
         raise SystemExit(f"process {parent}, which started this one, has ended")
 
 
@@ -124,10 +124,10 @@ def start_ticks(pid: int) -> int | None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Collect no garbage within the block, and never look again at what was there at its end.
+    """Disable garbage collection within the block, and freeze all objects that exist at its end.
 
-    Large packages make very many objects that stay: to search them for garbage takes a good part of the time of their
-    imports, and the same again each time that vLLM collects garbage while an engine starts.
+    Large packages create very many permanent objects: collecting garbage among them takes a good part of the import
+    time, and again each time vLLM collects garbage while an engine starts.
     """
     gc.disable()
     try:
@@ -139,10 +139,10 @@ def importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold back an interrupt (Ctrl-C) that comes within the block, and raise it at the end of the block.
+    """Hold back an interrupt (Ctrl-C) that arrives within the block, and raise it at the end of the block.
 
-    It has an effect in the main thread only, since no other thread is ever interrupted. The signal is not blocked:
-    processes that are started in the block would inherit that.
+    This affects only the main thread, since no other thread is ever interrupted. The signal is not blocked, because
+    processes started in the block would inherit that.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -165,8 +165,8 @@ def interrupts_held() -> Iterator[None]:
 def is_locked(path: Path) -> bool:
     """Whether a process holds a lock file, on this host or on another one that shares the file system.
 
-    It is opened for reading alone: the run may be somebody else's, who may have put a link there, or lie on a file
-    system that cannot be written.
+    The file is opened read-only: the run may belong to another user, who may have put a link there, or lie on a
+    read-only file system.
     """
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -186,16 +186,16 @@ def is_locked(path: Path) -> bool:
 
 
 def slurm_environment() -> dict[str, str]:
-    """The environment for Slurm's commands: nothing there filters or changes what they print; times are Unix."""
+    """The environment for Slurm's commands: nothing in it filters or changes their output; times are Unix times."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(SLURMS) or name in OF_CLUSTER}
     return {**kept, "SLURM_TIME_FORMAT": "%s"}
 
 
 def reach_loopback() -> None:
-    """Let this process and its children talk to servers on this machine directly, whatever proxy is for the others.
+    """Let this process and its children reach servers on this machine directly, whatever proxy is set for others.
 
-    What httpx could not even begin with is left out: a SOCKS proxy without its package, a file of certificates that
-    cannot be read, and, of the hosts without a proxy, those networks and ports that no client in Python understands.
+    Settings with which httpx cannot start are removed: a SOCKS proxy without its package, an unreadable certificate
+    file, and networks and ports in NO_PROXY that no Python client understands.
     """
     if importlib.util.find_spec("socksio") is None:
         for name in [name for name in os.environ if name.lower() in PROXIES]:
@@ -207,12 +207,12 @@ def reach_loopback() -> None:
     for name, own in zip(("no_proxy", "NO_PROXY"), given, strict=True):
         hosts = [host.strip().removeprefix("[").removesuffix("]") for host in (own or "".join(given)).split(",")]
         hosts = [host for host in hosts if host and not OF_IPV6.search(host)]
-        if "*" not in hosts:  # which counts only where it stands alone
+        if "*" not in hosts:  # which counts only on its own
             os.environ[name] = ",".join(dict.fromkeys([*hosts, LOOPBACK, "localhost", "::1"]))
 
 
 def output_of(*command: str, seconds: float, environment: Mapping[str, str] | None = None) -> str | None:
-    """What a command prints, stripped; None where there is no such command, or it fails or takes longer than that."""
+    """A command's output, stripped; None if there is no such command, or it fails or takes longer than `seconds`."""
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -221,7 +221,7 @@ def output_of(*command: str, seconds: float, environment: Mapping[str, str] | No
 
 
 def end_of(log: Path, size: int) -> str:
-    """The last bytes of a log as text; none where it is not there, or may not be read."""
+    """The last bytes of a log as text; empty if it does not exist or cannot be read."""
     data = b""
     with contextlib.suppress(OSError):
         if log.is_file():
@@ -232,13 +232,13 @@ def end_of(log: Path, size: int) -> str:
 
 
 def last_line(log: Path, without: str = "(?!)") -> str:
-    """The last words of a process in its log, a line of at most 600 characters that begins otherwise than `without`."""
+    """The last line of a log that does not begin with the pattern `without`, at most 600 characters of it."""
     lines = (line.strip() for line in reversed(end_of(log, TAIL_BYTES).split("\n")))
     return next((line for line in lines if line and not re.match(without, line)), "it said nothing")[:600]
 
 
 def name_user() -> None:
-    """Give a user whom the machine has no name for, as in containers, a name for libraries that insist on one."""
+    """Give a user without a name on this machine, as in containers, one for libraries that insist on it."""
     try:
         getpass.getuser()
     except (KeyError, OSError):
@@ -246,28 +246,28 @@ def name_user() -> None:
 
 
 def allow_warnings() -> None:
-    """Let no library's warning be an error, as PYTHONWARNINGS=error has it, here or in processes started from here.
+    """Keep PYTHONWARNINGS=error from turning libraries' warnings into errors, here and in child processes.
 
-    What else that variable says stays.
+    Its other settings remain.
     """
     given = os.environ.get("PYTHONWARNINGS", "").split(",")
     kept = [rule for rule in given if not _makes_errors(rule)]
     if kept != given:
         os.environ["PYTHONWARNINGS"] = ",".join(kept)
-        # Processes of multiprocessing get these, too.
+        # Processes of multiprocessing inherit these options too.
         sys.warnoptions[:] = [rule for rule in sys.warnoptions if not _makes_errors(rule)]
         warnings.filters = [rule for rule in warnings.filters if rule[0] != "error"]
 
 
 def _makes_errors(rule: str) -> bool:
     action = rule.partition(":")[0].strip()
-    return action != "" and "error".startswith(action)  # Python takes abbreviations
+    return action != "" and "error".startswith(action)  # Python accepts abbreviations
 
 
 def node_folder() -> Path:
-    """A folder on this node, or of this job, that nobody else can write to."""
+    """A folder of this node or job to which no other user can write."""
     if job := os.environ.get("SLURM_TMPDIR"):
-        with contextlib.suppress(OSError):  # of a job that has ended: a shell may have its variables still
+        with contextlib.suppress(OSError):  # a shell may still have the variables of a job that has ended
             (Path(job) / "specrl").mkdir(parents=True, exist_ok=True)
             return Path(job) / "specrl"
     folder = Path(tempfile.gettempdir()) / f"specrl-{os.getuid()}"
@@ -275,7 +275,7 @@ def node_folder() -> Path:
         folder.mkdir(mode=0o700)
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o022:
-        return _folder_of_process()  # somebody else made it, or may write to it
+        return _folder_of_process()  # another user made it, or may write to it
     return folder
 
 
@@ -287,12 +287,12 @@ def _folder_of_process() -> Path:
 
 
 def port_of(job: str) -> int:
-    """A TCP port for the ranks of a job, which each of them computes. Nothing says that it is free."""
+    """A TCP port for the ranks of a job, which each of them computes; it may be in use."""
     return random.Random(job).choice(PORTS)
 
 
 def free_port(address: str = LOOPBACK) -> int:
-    """A TCP port on which nothing listens at the moment."""
+    """A TCP port on which nothing currently listens."""
     while True:
         port = random.SystemRandom().choice(PORTS)
         with socket.socket() as listener:

@@ -27,7 +27,7 @@ class ProgressState:
     unit: str
     started_at: float  # the time of the phase's first report
     started_done: float
-    """The units that were done at the first report. They are not 0 after a restart, and do not count for the pace."""
+    """The units done at the first report: not 0 after a restart, and not counted in the pace."""
     updated_at: float  # the time of the latest report
 
     @property
@@ -82,7 +82,7 @@ class Progress:
 
     def _write(self) -> None:
         if self._pending is not None:
-            with contextlib.suppress(OSError):  # a full disk, or a quota: no stage ends because nobody can watch it
+            with contextlib.suppress(OSError):  # on a full disk the stage goes on without progress reports
                 write_json(self._path, asdict(self._pending))
             self._pending, self._written_at = None, time.time()
 
@@ -96,7 +96,7 @@ class Progress:
 
 
 def read_progress(stage_dir: Path) -> ProgressState | None:
-    """What the stage last reported, or None if it has not reported anything that this version can read."""
+    """The stage's last report; None without one that this version can read."""
     try:
         return _STATE.validate_python(read_json(stage_dir / PROGRESS_FILE))
     except ValidationError:  # not yet there, or of another version of the code

@@ -56,9 +56,9 @@ class Rollout:
     """One response, or one conversation with an environment. Log-probs are natural; times are Unix seconds.
 
     With `sampling.top_p` or `top_k` the engine samples from a truncated distribution: the whole one at the sampling
-    temperature, without the tokens that are dropped, divided by the mass of those that are kept.
+    temperature, without the dropped tokens, divided by the mass of the kept ones.
 
-    What there is for each token is kept as an `array.array` of 4-byte numbers, whatever sequence it is made from: it is
+    Per-token fields become an `array.array` of 4-byte numbers, whatever sequence they are made from, so that they are
     sent and stored without a Python object for each number.
     """
 
@@ -72,7 +72,7 @@ class Rollout:
     prompt_tokens: list[int]
     response_tokens: Sequence[int]
     generation_logprobs: Sequence[float]
-    """The engine's log-prob of each sampled token, under the truncated distribution that it was sampled from."""
+    """The engine's log-prob of each sampled token, under the truncated distribution from which it was sampled."""
     response: str  # the text of the response, with what the environment wrote
     answer: str  # the prompt's correct answer
     finish_reason: str  # the reason why the response ended: `stop`, or `length` where it was cut off
@@ -89,13 +89,13 @@ class Rollout:
     finished_at: float = 0.0
     reward: float = 0.0
     reward_parts: dict[str, float] | None = None
-    """The parts of the reward by their names, before weights; None where it has none."""
+    """The parts of the reward by name, before weighting; None if it has none."""
     advantage: float = 0.0
     policy_logprobs: Sequence[float] | None = None
     """The trainer's log-prob of each sampled token under the policy that sampled it, of the whole distribution at the
     sampling temperature; None where none was computed."""
     log_kept_mass: Sequence[float] | None = None
-    """The logarithm of the mass that truncation kept at each sampled token; None where nothing can be dropped."""
+    """The log of the mass kept by truncation at each sampled token; None if nothing can be dropped."""
     routes: NDArray[Any] | None = field(default=None, repr=False, compare=False)
     """The experts that the engine sent each token of prompt and response but the last to, [tokens - 1, layers, experts
     per token]; None for a policy without experts. They are not stored."""
@@ -178,7 +178,7 @@ def _arrays(column: pa.ChunkedArray) -> list[Any]:
 
 
 def rollout_path(rollouts_dir: Path, step: int, rank: int) -> Path:
-    """The file of the rollouts that one rank generated in one step; in the end, that of rank 0 has those of all."""
+    """The file of one rank's rollouts in one step; in the end rank 0's file holds those of all ranks."""
     return rollouts_dir / f"step={step:06d}" / f"rank-{rank:04d}.arrow"
 
 
@@ -213,9 +213,9 @@ def read_table(path: Path) -> pa.Table:
 
 
 def merge_ranks(step_dir: Path) -> None:
-    """Make one file of those that the ranks wrote in a step: file systems count files.
+    """Merge the files that the ranks wrote in a step into one, because file systems limit the number of files.
 
-    A kill at any moment loses no row and doubles none: the next call goes on where this one was.
+    A kill at any moment neither loses nor duplicates a row: the next call continues where this one stopped.
     """
     merged, paths = step_dir / MERGED, sorted(step_dir.glob("rank-*.arrow"))
     if not merged.exists():

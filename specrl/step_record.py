@@ -29,12 +29,12 @@ from specrl.tracking.tracker import Tracker
 logger = logging.getLogger(__name__)
 
 TIMED = ("generation", "policy_update", "drafter_update", "refit", "validation", "checkpoint")
-"""The parts that a step's time is divided into, of which only some steps have a validation; the whole is `step`."""
+"""The parts of a step's time, which is `step`; only some steps have a validation."""
 
 LATE = ("timing/step_s", "timing/checkpoint_s")
 """The metrics of a step that are known only after its checkpoint has begun."""
 
-OF_STEPS = frozenset({"drafter", "reward", "signal"})  # the kinds of the events that a step records each time it is run
+OF_STEPS = frozenset({"drafter", "reward", "signal"})  # the kinds of events that a step records each time it is run
 
 NOT_OF_THE_POLICY = frozenset({"num_tokens", "logprob_s", "sampled_fraction"})
 """Results of an update that are no metrics of the policy: the tokens trained on, seconds of log-prob passes, and the
@@ -43,14 +43,14 @@ share of the sequences that the drafter learns from."""
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The record of one step on disk, by which a stage that is started again knows its past."""
+    """The record of one step on disk, from which a restarted stage knows its past."""
 
     step: int
     metrics: dict[str, float]  # the metrics under their MLflow names, see `specrl/metrics.py`
     stats: SpeculationStats
     ranks: list[RankTimeline]  # the timeline of each rank, in the order of ranks
     events: list[str] = field(default_factory=list)
-    """One line for each drafter that collapsed or became worse, with what was done about it."""
+    """One line for each collapse or decline of the drafter, with the reaction."""
 
     @classmethod
     def of(
@@ -58,7 +58,7 @@ class StepRecord:
     ) -> StepRecord:
         """Assemble a step's record with the times so far.
 
-        Until `StepRecorder.finish` gathers them, what each rank did after its generation is taken to be this one's.
+        Until `StepRecorder.finish` gathers the timelines, this rank's work after generation stands for every rank's.
         """
         ranks = [RankTimeline(bubble, rank_spans(bubble, timer.spans)) for bubble in generated.bubbles]
         return cls(step, {**metrics, **timing_metrics(timer.seconds)}, generated.stats, ranks, events)
@@ -68,7 +68,7 @@ _RECORD = TypeAdapter(StepRecord)
 
 
 class StepRecorder:
-    """Writes what a step leaves: rollouts on every rank; record, picture and metrics on the first."""
+    """Writes a step's output: rollouts on every rank; record, picture and metrics on the first."""
 
     def __init__(self, ranks: Ranks, tracker: Tracker, rollouts_dir: Path, steps_dir: Path) -> None:
         self.rollouts_dir, self.steps_dir = rollouts_dir, steps_dir
@@ -79,7 +79,7 @@ class StepRecorder:
         self._merging: Future[None] | None = None
 
     def drop_from(self, first_step: int) -> None:
-        """Remove what incomplete steps from `first_step` on have left; MLflow keeps their metrics (collective)."""
+        """Remove the output of steps from `first_step` on; MLflow keeps their metrics (collective)."""
         if self._ranks.is_first:
             for path in [*self.rollouts_dir.glob("step=*"), *self.steps_dir.glob("step=*")]:
                 if int(path.stem.partition("=")[2]) >= first_step:
@@ -102,12 +102,12 @@ class StepRecorder:
             write_text(self._picture(record.step), gantt(record.ranks))
 
     def log_early(self, record: StepRecord) -> None:
-        """Log a step's metrics without the late ones, so that a kill loses none of them."""
+        """Log the metrics of a step that are known before its end, so that a kill loses none of them."""
         early = {name: value for name, value in record.metrics.items() if name not in LATE}
         self._tracker.log_new_metrics(early, record.step)
 
     def report(self, record: StepRecord, generated: StepRollouts) -> None:
-        """Record what went wrong in a step as events of the stage on the first rank."""
+        """Record the problems of a step as events of the stage, on the first rank."""
         if not self._ranks.is_first:
             return
         for event in record.events:
@@ -117,7 +117,7 @@ class StepRecorder:
             record_event(self.steps_dir.parent, "reward", text, record.step)
 
     def _merge(self, step: int, *, is_last: bool) -> None:
-        """Merge the rollouts of a step, which all ranks have written, beside the next one."""
+        """Merge the rollout files that all ranks have written in a step, in parallel with the next step."""
         self._end_merge()
         self._merging = self._background.submit(merge_ranks, rollout_path(self.rollouts_dir, step, 0).parent)
         if is_last:
@@ -166,10 +166,10 @@ class StepRecorder:
 def step_metrics(
     generated: StepRollouts, policy: Mapping[str, float], drafter: Mapping[str, float], seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """What a step has measured up to its refit, with the wall times so far on this rank, by part.
+    """The metrics of a step up to its refit, with this rank's wall times of each part so far.
 
-    `policy` has what the policy's update returned, with the values in `NOT_OF_THE_POLICY`, and `drafter` what that of
-    the drafter did, which is empty without one.
+    `policy` holds the metrics of the policy's update and the values in `NOT_OF_THE_POLICY`, `drafter` those of the
+    drafter's update, if there was one.
     """
     rollouts = generated.rollouts
     rewards, groups = rollouts.rewards.tolist(), rollouts.prompt_ids.tolist()

@@ -36,12 +36,12 @@ class Timer:
 
     spans: list[Span] = field(default_factory=list)
     running: dict[str, float] = field(default_factory=dict)
-    """The beginning of each part that is under way, by the monotonic clock."""
+    """The start of each part in progress, by the monotonic clock."""
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
         """Measure the block as the part of this name."""
-        from torch.profiler import record_function  # here, as reports read timelines without torch
+        from torch.profiler import record_function  # imported here because reports read timelines without torch
 
         started, clock = time.time(), time.monotonic()
         self.running[part] = clock
@@ -52,7 +52,7 @@ class Timer:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds of each part, summed over its spans; for a part that is under way, those so far."""
+        """The seconds of each part, summed over its spans; a part in progress counts up to now."""
         now = time.monotonic()
         total = {part: now - clock for part, clock in self.running.items()}
         for span in self.spans:
@@ -67,11 +67,11 @@ class Bubble:
     rank: int
     started_at: float
     generated_at: float  # the time at which the rank had finished its own share
-    spans: list[Span] = field(default_factory=list)  # its work after `generated_at`; the rest of the time it waited
+    spans: list[Span] = field(default_factory=list)  # its work after `generated_at`; it was idle otherwise
     pregenerated_tokens: int = 0  # the number of tokens of the next step that it generated in the bubble
     drafter_steps: int = 0  # the number of updates of the drafter that it made in the bubble
     refills: list[Span] = field(default_factory=list)
-    """Its share of each refill of the step, after all ranks had resumed; in between it waited."""
+    """Its share of each refill of the step, after all ranks had resumed; it was idle in between."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class RankTimeline:
     """The whole step of one rank."""
 
     bubble: Bubble
-    spans: list[Span]  # its generation, the use of its bubble, and the parts after that; in between it waited
+    spans: list[Span]  # its generation, the use of its bubble, and later parts; it was idle in between
 
 
 def bubble_metrics(bubbles: Sequence[Bubble]) -> dict[str, float]:
-    """What a step's bubbles, of all ranks, add up to, under the names in MLflow."""
+    """The totals of a step's bubbles over all ranks, under the names in MLflow."""
     last = max(bubble.generated_at for bubble in bubbles)
     overruns = [max(0.0, span.ended_at - last) for bubble in bubbles for span in bubble.spans]
     return {
@@ -96,7 +96,7 @@ def bubble_metrics(bubbles: Sequence[Bubble]) -> dict[str, float]:
 
 
 def joined(spans: Sequence[Span], gap: float = 0.005) -> list[Span]:
-    """The spans with those of one name that follow each other within `gap` seconds made one."""
+    """The spans, in which spans of one name that follow each other within `gap` seconds are merged."""
     result: list[Span] = []
     for span in spans:
         follows = bool(result) and result[-1].name == span.name and span.started_at - result[-1].ended_at < gap
@@ -105,10 +105,10 @@ def joined(spans: Sequence[Span], gap: float = 0.005) -> list[Span]:
 
 
 def rank_spans(bubble: Bubble, timer: Sequence[Span]) -> list[Span]:
-    """The spans of one rank's step: its generation and bubble, then those of the parts that came after, as timed."""
+    """The spans of one rank's step: generation and bubble, then the parts after them as timed."""
     own = Span(GENERATION, bubble.started_at, bubble.generated_at)
     return [own, *bubble.spans, *bubble.refills, *(span for span in timer if span.name not in (GENERATION, "step"))]
 
 
 timeline_from = TypeAdapter(RankTimeline).validate_python
-"""Makes a timeline of what `json` reads of its `asdict` form."""
+"""Builds a timeline from the JSON of its `asdict` form."""

@@ -20,7 +20,7 @@ A group whose rewards are all equal must get zeros: it says nothing about its re
 """
 
 STD_EPSILON = 1e-6
-"""What is added to a standard deviation before it divides."""
+"""Added to a standard deviation before dividing by it."""
 
 register_advantage: Callable[..., Callable[[AdvantageFunction], AdvantageFunction]] = ADVANTAGES.register
 """Decorator that registers an advantage estimator for `train.advantage` under a name, with a model of its options and,
@@ -54,12 +54,12 @@ def group_advantages(
 
 
 def zero_signal_fraction(rewards: Sequence[float], groups: Sequence[Hashable]) -> float:
-    """The share of groups whose rewards are all equal, which have nothing to teach; 0 without any group."""
+    """The share of groups whose rewards are all equal, which carry no signal; 0 without any group."""
     return 1 - len(groups_with_signal(rewards, groups)) / len(set(groups)) if groups else 0.0
 
 
 def groups_with_signal[Key: Hashable](rewards: Sequence[float], groups: Sequence[Key]) -> list[Key]:
-    """The groups whose rewards differ, in their order: what dynamic sampling keeps (DAPO, arXiv 2503.14476, eq. 11)."""
+    """The groups whose rewards differ, in order, as kept by dynamic sampling (DAPO, arXiv 2503.14476, eq. 11)."""
     return [group for group, values in _members(rewards, groups).items() if not _is_flat(values)]
 
 

@@ -1,9 +1,9 @@
 """Corrections: token weights for the loss that make up for differences between the engine and the trainer.
 
-The engine samples tokens with slightly other probabilities than the trainer computes; r = p_trainer / p_engine is the
-importance ratio of a sampled token. Both are probabilities of the whole distribution at the sampling temperature, so
-that r is near 1 with `sampling.top_p` and `top_k` too; `specrl.algorithms.objective` says why. Tokens with weight 0
-still count in the number of tokens that the loss is divided by.
+The engine samples tokens with slightly different probabilities than the trainer computes; r = p_trainer / p_engine is
+the importance ratio of a sampled token. Both are probabilities of the whole distribution at the sampling temperature,
+so that r is near 1 even with `sampling.top_p` and `top_k`; `specrl.algorithms.objective` explains why. Tokens with
+weight 0 still count in the number of tokens by which the loss is divided.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Losses of the drafter: functions of its logits and the policy's distribution, which know neither the model nor torch.
+"""Losses of the drafter: functions of its logits and the policy's distribution, independent of the model and torch.
 
-Each returns its own gradient, so that one pass over the draft vocabulary gives both, and no intermediate result is kept
-for the backward pass.
+Each returns its own gradient, so that one pass over the draft vocabulary yields both, and no intermediate result is
+kept for the backward pass.
 
-What acceptance is depends on how drafts are made. Here a draft is the drafter's most likely token, and it is accepted
-if it is the token that the policy samples with its own noise (`specrl/rollout/sampling`): with probability
-p(draft), whatever the drafter's distribution q is beside its maximum. So the best that a drafter can do is to put its
-maximum where the policy's is, and any loss with that optimum would do for a drafter without limits; a small one has to
-choose where to be right. In rejection sampling of sampled drafts, as in other engines, acceptance is the overlap
+Acceptance depends on how drafts are chosen. Here a draft is the drafter's most likely token, and it is accepted if it
+is the token that the policy samples with its own noise (`specrl/rollout/sampling`): with probability p(draft), whatever
+the drafter's distribution q is apart from its maximum. The best drafter therefore has its maximum at the policy's, and
+any loss with that optimum would suffice for a drafter of unlimited capacity; a small one must choose where to be right.
+In rejection sampling of sampled drafts, as in other engines, acceptance is the overlap
 sum_v min(p(v), q(v)) = 1 - TV(p, q).
 """
 

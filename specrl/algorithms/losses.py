@@ -1,4 +1,4 @@
-"""Policy losses: functions of log-probs and advantages, token by token, which know neither the engine nor the model."""
+"""Policy losses: functions of log-probs and advantages per token, independent of the engine and the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specrl.config.base import PositiveFloat
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch. Every tensor is [batch, seq] with one response in each row; only tokens in the mask count."""
+    """One micro-batch. Every tensor is [batch, seq] with one response per row; only tokens in the mask count."""
 
     logprobs: Tensor
     """Log-probs under the policy being trained, float32, in nats, which carry the gradient. They refer to the whole

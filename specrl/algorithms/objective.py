@@ -1,25 +1,25 @@
 """The objective of a policy update: the chosen loss, weighted by the correction, a KL penalty, and an entropy bonus.
 
-A teacher is a part of the advantages (on-policy distillation). With A = -c (log p_old - log p_teacher) at each token,
-the mean gradient over what may be sampled there is that of c KL(p || p_teacher), the reverse KL, as MiniLLM (arXiv
-2306.08543) minimises it over sequences and GKD (2306.13649) exactly at each token. What a token does to later ones does
-not count: the estimator with discount 0 is that of Thinking Machines' On-Policy Distillation (2025). Both log-probs are
-the trainer's, so that a teacher that equals the policy teaches nothing, but for FP8 and replayed experts, which are the
-policy's alone.
+A teacher is part of the advantages (on-policy distillation). With A = -c (log p_old - log p_teacher) at each token,
+the expected gradient over the tokens that may be sampled there is that of c KL(p || p_teacher), the reverse KL, which
+MiniLLM (arXiv 2306.08543) minimises over sequences and GKD (2306.13649) exactly at each token. A token's effect on
+later ones does not count: this estimator with discount 0 is that of Thinking Machines' On-Policy Distillation (2025).
+Both log-probs are the trainer's, so that a teacher equal to the policy teaches nothing, except for FP8 and replayed
+experts, which only the policy has.
 
-All log-probs in it are of the whole distribution p at the sampling temperature, for every loss and correction. With
-`sampling.top_p` or `top_k` the engine samples from q = p / Z instead, on the tokens that are kept, whose mass is Z. It
-returns log q and log Z of every token, and their sum, the engine's log p, is what the corrections compare.
+All log-probs here are of the whole distribution p at the sampling temperature, for every loss and correction. With
+`sampling.top_p` or `top_k` the engine samples from q = p / Z instead, on the kept tokens, whose mass is Z. It returns
+log q and log Z of every token, and the corrections compare their sum, the engine's log p.
 
-- The ratio p_trainer / p_engine is then about numerics alone. The ratio p_trainer / q_engine is Z on top of that: below
-  1 wherever anything is dropped. It would scale down the loss where the policy is unsure, and be taken for a mismatch.
+- The ratio p_trainer / p_engine then reflects only numerics. The ratio p_trainer / q_engine contains a factor Z, which
+  is below 1 wherever tokens are dropped. It would scale down the loss where the policy is unsure, and look like a
+  mismatch.
 - The trainer's own q is no alternative: rounding moves the edge of its nucleus, and a sampled token that falls outside
   has no log-prob. Keeping the engine's set of tokens, as DeepSeek-V3.2 does (arXiv:2512.02556), means storing it for
   every token.
 - With the kept set held fixed, the gradients of log p and log q differ by that of log Z, times the advantage. At a
-  position where advantages are 0 on average the difference is 0 in expectation: log Z does not depend on the token that
-  was sampled. What is left raises the mass of the kept tokens in responses that are better than their group, and lowers
-  it in worse ones.
+  position where advantages average 0 the difference is 0 in expectation: log Z does not depend on the sampled token.
+  The rest raises the mass of the kept tokens in responses better than their group, and lowers it in worse ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from specrl.config.training import KlEstimator, LossMean
 
 
 def response_weights(lengths: Sequence[int], mean: LossMean, most_tokens: int) -> list[float] | None:
-    """The factors on the tokens of each response that turn the mean over all tokens into this one; None if all are 1.
+    """The factors on each response's tokens that turn the mean over all tokens into `mean`; None if all are 1.
 
     Args:
         lengths: The tokens of each response of the step.
@@ -49,10 +49,10 @@ def response_weights(lengths: Sequence[int], mean: LossMean, most_tokens: int) -
 
 
 def kl_estimates(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
-    """KL(policy || reference) by each token of the policy's (Schulman 2020, "Approximating KL divergence").
+    """KL(policy || reference) estimated at each of the policy's tokens (Schulman 2020, "Approximating KL divergence").
 
-    With l = log p - log p_reference, k1 = l and k3 = exp(-l) - 1 + l have the divergence as their mean; k2 = l^2 / 2 is
-    biased, and its gradient is that of the divergence. The gradient of k1 is 0 on average.
+    With l = log p - log p_reference, the mean of k1 = l and of k3 = exp(-l) - 1 + l is the divergence; k2 = l^2 / 2 is
+    biased, but its gradient is the divergence's. The gradient of k1 is 0 on average.
     """
     log_ratio = logprobs - reference
     if estimator == "k1":
@@ -65,7 +65,7 @@ def kl_estimates(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) ->
 
 @dataclass(frozen=True)
 class TokenTargets:
-    """The data of each token that the objective needs besides the policy's log-probs.
+    """The per-token data that the objective needs besides the policy's log-probs.
 
     All tensors are [batch, seq] and zero outside the mask; log-probs are in nats.
     """
@@ -73,13 +73,13 @@ class TokenTargets:
     advantages: Tensor
     """The advantage of the response, at each of its tokens."""
     generation_logprobs: Tensor
-    """Log-probs under the engine, from when the tokens were sampled, of the whole distribution as the trainer's are."""
+    """Log-probs under the engine when the tokens were sampled, of the whole distribution like the trainer's."""
     old_logprobs: Tensor | None
-    """Log-probs under the trainer's policy before the step's first update; None where a step has only one update."""
+    """Log-probs under the trainer's policy before the step's first update; None if a step has only one update."""
     reference_logprobs: Tensor | None
     """Log-probs under the reference policy; None without a KL penalty in the loss."""
     weights: Tensor | None = None
-    """The factors of `response_weights`; None where all are 1."""
+    """The factors of `response_weights`; None if all are 1."""
     teacher_logprobs: Tensor | None = None
     """Log-probs under `train.teacher`; None without one."""
 
@@ -95,11 +95,11 @@ def policy_loss(
 
     Args:
         logprobs: [batch, seq] float32, under the policy being trained; it carries the gradient.
-        entropy: [batch, seq] float32, in nats; it carries a gradient, too.
+        entropy: [batch, seq] float32, in nats; it carries a gradient too.
         mask: [batch, seq] bool, True at response tokens.
 
     Returns:
-        The objective and the metrics, which are `entropy`, `kl`, `corrected_fraction`, with a teacher `teacher_kl`, and
+        The objective and the metrics, which are `entropy`, `kl`, `corrected_fraction`, `teacher_kl` with a teacher, and
         the loss's own; each is summed over the tokens in the mask.
 
     Raises:
@@ -124,6 +124,6 @@ def policy_loss(
         per_token = targets.weights * per_token
     if taken := metrics.keys() & shared.keys():
         names = ", ".join(sorted(taken))
-        raise ValueError(f'train.loss = "{config.loss.name}" returns metrics that every loss has already: {names}')
+        raise ValueError(f'train.loss = "{config.loss.name}" returns metrics that every loss already has: {names}')
     sums = {name: (values.detach() * mask).sum().float() for name, values in (metrics | shared).items()}
     return (per_token * mask).sum(), sums

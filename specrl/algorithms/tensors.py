@@ -1,7 +1,7 @@
-"""The tensor type that algorithms are annotated with, from a module that does not import torch.
+"""The tensor type in algorithms' annotations, from a module that does not import torch.
 
 A configuration names algorithms and their options, and is read on login nodes, where importing torch takes seconds. An
-algorithm therefore uses only the methods of its tensors, or imports torch in its body.
+algorithm therefore uses only its tensors' methods, or imports torch in its body.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the ranks of a stage know of each other, and what they send each other."""
+"""The ranks of a stage, and the data that they exchange."""
 
 from specrl.distributed.arrays import Ragged, Route, deliver, gather_columns, gather_rows, sum_arrays
 from specrl.distributed.ranks import Ranks, join, leave

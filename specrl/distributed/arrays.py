@@ -1,6 +1,6 @@
-"""The exchange of arrays between ranks: rows of different lengths go to the ranks that need them, and to no others.
+"""The exchange of arrays between ranks: rows of different lengths go only to the ranks that need them.
 
-Arrays travel as bytes through the group's CPU backend, so that any NumPy type can be sent, and GPUs hold none of it.
+Arrays travel as bytes through the group's CPU backend, so that any NumPy type can be sent without GPU memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Array = NDArray[Any]
 class Ragged:
     """Rows of different lengths and one type, for instance one row of tokens for each response.
 
-    An item of a row may be an array itself, such as the experts of each layer for one token: all items have one shape.
+    A row's items may themselves be arrays of one shape, such as the experts of each layer for one token.
     """
 
     rows: list[Array]  # each [length, *item_shape] and contiguous
@@ -32,7 +32,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[ArrayLike], dtype: DTypeLike, item_shape: tuple[int, ...] = ()) -> Ragged:
-        """Rows [length, *item_shape] that are copied only where they are no contiguous arrays of this type."""
+        """Rows [length, *item_shape], copied only if they are not contiguous arrays of this type."""
         kind = np.dtype(dtype)
         return cls([np.ascontiguousarray(row, kind).reshape(-1, *item_shape) for row in rows], kind, item_shape)
 
@@ -62,12 +62,12 @@ class Ragged:
 class Route:
     """Which rank sends which rows to which others, the same on every rank."""
 
-    sender: NDArray[np.int64]  # [rows]: the rank that sends a row to those that want it and do not hold it
-    wanted: Sequence[NDArray[np.int64]]  # by rank: row numbers, in the order in which it wants them
+    sender: NDArray[np.int64]  # [rows]: the rank that sends a row to those that want it but do not hold it
+    wanted: Sequence[NDArray[np.int64]]  # by rank: row numbers, in the wanted order
     held: Sequence[NDArray[np.int64]]  # by rank: row numbers, in ascending order
 
     def messages(self, sender: int, receiver: int) -> NDArray[np.int64]:
-        """The positions in `wanted` of the receiver of the rows that the sender sends it."""
+        """The positions, in the receiver's `wanted`, of the rows that the sender sends."""
         wanted = self.wanted[receiver]
         if sender == receiver:
             return np.flatnonzero(np.isin(wanted, self.held[receiver]))
@@ -78,8 +78,8 @@ class Route:
 def deliver(ranks: Ranks, columns: Mapping[str, Ragged], route: Route) -> dict[str, Ragged]:
     """Send rows of several columns to the ranks that want them (collective).
 
-    Columns have a row for each entry of `route.held` of this rank, and the same names, types and item shapes on every
-    rank; what comes back are the rows of `route.wanted`. Those that this rank holds are no copies: change none of them.
+    Columns have a row for each entry of this rank's `route.held`, and the same names, types and item shapes on every
+    rank. Returns the rows of `route.wanted`; those that this rank holds are not copies and must not be changed.
     """
     held, wanted = route.held[ranks.rank], route.wanted[ranks.rank]
     assert all(len(column) == len(held) for column in columns.values()), "a row for each one that is held"
@@ -92,7 +92,7 @@ def deliver(ranks: Ranks, columns: Mapping[str, Ragged], route: Route) -> dict[s
             found[name][position] = column[place]
     sources, targets = list(columns.values()), list(found.values())
     own = np.array([column.lengths for column in sources], np.int64)  # [columns, rows]
-    for distance in range(1, ranks.world_size):  # all send that far ahead at once, so that none waits in a circle
+    for distance in range(1, ranks.world_size):  # all ranks send equally far ahead, which avoids circular waits
         to, source = (ranks.rank + distance) % ranks.world_size, (ranks.rank - distance) % ranks.world_size
         asked = route.wanted[to][route.messages(ranks.rank, to)]
         assert np.isin(asked, held).all(), "a rank sends only what it holds"
@@ -112,7 +112,7 @@ def deliver(ranks: Ranks, columns: Mapping[str, Ragged], route: Route) -> dict[s
 
 
 def gather_columns(ranks: Ranks, columns: Mapping[str, Array]) -> tuple[dict[str, Array], NDArray[np.int64]]:
-    """The entries of all ranks' columns, in rank order, and the rank that each is from (collective)."""
+    """The entries of all ranks' columns, in rank order, and the rank of each (collective)."""
     counts = gather_rows(ranks, np.array([len(next(iter(columns.values())))], np.int64))[:, 0]
     found = {}
     for name, column in columns.items():
@@ -126,7 +126,7 @@ def gather_columns(ranks: Ranks, columns: Mapping[str, Array]) -> tuple[dict[str
 
 
 def gather_rows(ranks: Ranks, row: Array) -> Array:
-    """The arrays of all ranks, which have one shape, as [ranks, *shape] on every rank (collective)."""
+    """The arrays of all ranks, all of one shape, as [ranks, *shape] on every rank (collective)."""
     gathered = np.empty((ranks.world_size, *row.shape), row.dtype)
     if ranks.world_size == 1:
         gathered[0] = row
@@ -137,7 +137,7 @@ def gather_rows(ranks: Ranks, row: Array) -> Array:
 
 
 def sum_arrays(ranks: Ranks, values: Array) -> Array:
-    """The sum of the arrays of all ranks, which have one shape and type, on every rank (collective)."""
+    """The sum of the arrays of all ranks, all of one shape and type, on every rank (collective)."""
     total = np.array(values)
     if ranks.world_size > 1:
         dist.all_reduce(torch.from_numpy(total))

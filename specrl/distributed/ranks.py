@@ -14,14 +14,14 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from specrl.processes import free_port
 
 VARIABLES = {
-    "TORCH_GLOO_LAZY_INIT": "1",  # else gloo connects all pairs of ranks at once: minutes for hundreds
+    "TORCH_GLOO_LAZY_INIT": "1",  # otherwise gloo connects all pairs at once, which takes minutes for hundreds of ranks
     # On CPUs each new shape of a BF16 product leaves half a megabyte of compiled code: a gigabyte by default.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
     "LRU_CACHE_CAPACITY": "256",
 }
 """Environment variables of a rank, unless the user has set them."""
 TIMEOUT = timedelta(days=7)
-"""Far above gloo's half hour: the limits of the job end a hang (`cluster.hang_minutes` and `cluster.start_minutes`)."""
+"""Far above gloo's half hour: the job's limits (`cluster.hang_minutes`, `cluster.start_minutes`) end a hang."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Ranks:
         return self.rank == 0
 
     def gather[T](self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-        """The values of all ranks, in rank order, on every rank (collective); a thread needs a group of its own.
+        """The values of all ranks, in rank order, on every rank (collective); a thread needs its own group.
 
-        They are pickled, for a few numbers and messages: what grows with responses or tokens travels as arrays.
+        Values are pickled, so pass only a few numbers and messages: data per response or token travels as arrays.
         """
         if self.world_size == 1:
             return [value]
@@ -58,8 +58,8 @@ class Ranks:
 def join() -> Ranks:
     """Join the job's process group (NCCL on GPUs, gloo on CPUs) and pin this process to its device and threads.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are read as torchrun and submitit set them. Those that are
-    not set are set here, because vLLM reads them: to the group's, or else to those of a process that is alone.
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are read as torchrun and submitit set them. Unset ones are
+    set here, because vLLM reads them: to those of the group or, without one, of a single process.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     alone = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
@@ -69,7 +69,7 @@ def join() -> Ranks:
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     cuda = torch.cuda.is_available()
-    if torch.cuda.device_count() == 1:  # this rank's own, whatever its place on the node
+    if torch.cuda.device_count() == 1:  # this rank sees only its own GPU
         os.environ["LOCAL_RANK"] = "0"
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face directory: their names, and what is read of them without torch."""
+"""The files of a Hugging Face directory: their names, and what can be read without torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from specrl.config import ConfigError
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"  # if there is one file
-INDEX_FILE = "model.safetensors.index.json"  # its `weight_map` says which of several files has a tensor
+INDEX_FILE = "model.safetensors.index.json"  # its `weight_map` says which of several files holds a tensor
 EMBEDDINGS, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"  # outside the layers
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # all but the weights
-LFS_POINTER = "version https://git-lfs"  # how a file begins that Git has not fetched
+LFS_POINTER = "version https://git-lfs"  # the beginning of a file that Git has not fetched
 
 
 def weight_files(directory: Path) -> list[str]:
@@ -30,7 +30,7 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; the line of an error begins with what is wrong with the file's folder."""
+    """The object in a JSON file; an error's message completes a sentence about the file's folder."""
     try:
         text = path.read_text("utf-8")
         found = json.loads(text)
@@ -57,7 +57,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
 
 
 def chat_template(directory: Path) -> str | None:
-    """The default chat template of a Hugging Face directory, from where transformers takes it; None without one."""
+    """The default chat template of a Hugging Face directory, found as in transformers; None without one."""
     if (file := directory / "chat_template.jinja").is_file():
         return file.read_text("utf-8", errors="replace") or None
     for name in ("chat_template.json", "tokenizer_config.json"):

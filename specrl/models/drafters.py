@@ -1,8 +1,7 @@
-"""Published EAGLE-3 drafters: what a `config.json` says, and whether it suits a policy. No torch here.
+"""Published EAGLE-3 drafters: the contents of a `config.json`, and whether it suits a policy. No torch here.
 
 There are two layouts: that of vLLM and SGLang is a Llama's configuration with a few more keys; that of the
-`speculators` library has a table for the decoder layer. An absent key means what it means to vLLM: programs disagree on
-some defaults.
+`speculators` library has a table for the decoder layer. Defaults, on which programs disagree, are vLLM's.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ MUST_BE = {
 }
 """The only values that trainer and engine compute alike."""
 DEFAULTS = {"num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
-"""What a Llama's configuration leaves out where it has these values; a drafter always has a layer."""
-SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")  # no drafter can leave them out
-LOSS_KEY = "specrl_loss"  # the loss that specrl has trained a drafter with
+"""The defaults of keys missing in a Llama's configuration; a drafter always has a layer."""
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")  # required in every drafter
+LOSS_KEY = "specrl_loss"  # the loss with which specrl trained a drafter
 LAYERS = "eagle_aux_hidden_state_layer_ids"  # the layers whose inputs are the features
-SPECULATORS_KIND = "eagle3"  # what `speculators` calls EAGLE-3
+SPECULATORS_KIND = "eagle3"  # the name of EAGLE-3 in `speculators`
 OWN_KEYS = ("draft_vocab_size", "target_hidden_size", "quantization_config", *NORM_FLAGS)
-"""Those of a `config.json` of `speculators` that belong to the drafter and not to its decoder layer."""
+"""The keys in a `config.json` of `speculators` that belong to the drafter and not to its decoder layer."""
 
 
 @dataclass(frozen=True)
 class PublishedDrafter:
-    """What the `config.json` of an EAGLE-3 drafter says, with defaults filled in."""
+    """The contents of an EAGLE-3 drafter's `config.json`, with defaults filled in."""
 
     layout: str
     config: dict[str, Any]
     """The keys of a Llama's configuration, the norm flags, `rope_parameters`, `draft_vocab_size` and, unless they are
     those of the first EAGLE-3, the feature layers.
     """
-    notes: tuple[str, ...] = ()  # what was found and decided, as lines for the log
+    notes: tuple[str, ...] = ()  # findings and decisions, as lines for the log
 
 
 def find_source(config: Config) -> Path | None:
@@ -71,12 +70,12 @@ def _known_source(config: Config) -> dict[str, Any] | None:
     try:
         directory = find_source(config) if config.adopts_drafter else None
         return None if directory is None else read_published(directory).config
-    except ConfigError:  # it is told where the drafter is checked
+    except ConfigError:  # reported when the drafter is checked
         return None
 
 
 def with_source_sizes(config: Config) -> Config:
-    """A configuration whose drafter has the sizes of that of `drafter.source`, if it can be read from here."""
+    """The configuration with the sizes of the drafter in `drafter.source`, if that can be read from here."""
     found = _known_source(config)
     if found is None:
         return config
@@ -110,7 +109,7 @@ def has_window(directory: Path) -> bool:
 
 
 def check_source_drafter(config: Config, policy_dir: Path | None) -> None:
-    """Check the drafter of `drafter.source` as far as nothing must be downloaded; `policy_dir` may be unknown."""
+    """Check the drafter of `drafter.source` as far as possible without a download; `policy_dir` may be unknown."""
     directory = find_source(config) if config.adopts_drafter else None
     if directory is not None:
         check_drafter(config, directory, policy_dir)
@@ -208,7 +207,7 @@ def suited(published: PublishedDrafter, policy: Mapping[str, Any], directory: Pa
     """A drafter with feature layers, positions and rotary embedding that suit a policy's `config.json`.
 
     vLLM lets a drafter read sequences as long as the policy's, whatever its own `max_position_embeddings`. A drafter
-    without YaRN drafts nothing useful beyond the original context of a policy with it, so it gets the policy's.
+    without YaRN drafts nothing useful beyond the original context of a policy with YaRN, so it gets the policy's.
     """
     config, notes = dict(published.config), [*published.notes]
     for key, wanted in (("hidden_size",) * 2, ("target_hidden_size", "hidden_size"), ("vocab_size",) * 2):

@@ -1,7 +1,7 @@
-"""The model families that can be trained: a row for each, which says all in which it differs from the others.
+"""The model families that can be trained: one row for each, with all its differences from the others.
 
 Loader and exporter, the comparison of weights in the engine, memory plan, FP8 recipe, source check and tiny models read
-it. Nothing here imports torch.
+these rows. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Layout = Literal["qkv", "gate_up", "columns"]
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear layer of a transformer layer, which trainer and engine may each hold as several matrices fused."""
+    """One linear layer of a transformer layer, which trainer and engine may each fuse from several matrices."""
 
     megatron: str  # the module inside Megatron's transformer layer, such as `self_attention.linear_qkv`
     engine: str  # the module inside vLLM's transformer layer, such as `self_attn.qkv_proj`
@@ -38,7 +38,7 @@ class Linear:
     def name(self) -> str:
         """The name of this layer in FP8 recipes and tables, such as `linear_qkv`.
 
-        All layers of all experts are one there, `experts`, as they are one module in the engine.
+        All layers of all experts share the name `experts`, because they are one module in the engine.
         """
         return "experts" if self.is_expert else self.megatron.rpartition(".")[2]
 
@@ -80,7 +80,7 @@ class Router:
     hf: str  # the module inside the Hugging Face layer and inside vLLM's
 
 
-EXPERTS_IN_A_BYTE = 256  # the most that one byte tells apart
+EXPERTS_IN_A_BYTE = 256  # the most that one byte distinguishes
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ class ExpertShape:
     """The dimensions of a mixture of experts."""
 
     num_experts: int  # per transformer layer
-    per_token: int  # how many compute each token
+    per_token: int  # how many experts compute each token
     intermediate_size: int  # the width of one expert
 
     @property
     def route_type(self) -> str:
-        """The integer type of NumPy and torch in which the number of an expert is kept for each token."""
+        """The integer type of NumPy and torch that stores the index of an expert for each token."""
         return "uint8" if self.num_experts <= EXPERTS_IN_A_BYTE else "int16"
 
 
@@ -114,7 +114,7 @@ class Family:
     router: Router | None = None
     """The router, if every transformer layer has experts after attention."""
     mtp: MtpModule | None = None
-    """The multi-token-prediction layers, for `speculation.method = "mtp"`; None where the family has none."""
+    """The multi-token-prediction layers, for `speculation.method = "mtp"`; None if the family has none."""
     eagle3: bool = True
     """Whether vLLM's model returns the hidden states between its layers, which EAGLE-3 drafters read."""
     can_tie: bool = True  # whether the output layer may share the embeddings' matrix (`tie_word_embeddings`)
@@ -131,20 +131,19 @@ class Family:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """All linear layers of a transformer layer: what FP8 applies to."""
+        """All linear layers of a transformer layer, to which FP8 applies."""
         return self.attention + self.mlp
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """The names of the linear layers in FP8 recipes and tables; a router is none of them."""
+        """The names of the linear layers in FP8 recipes and tables; routers are not among them."""
         return tuple(dict.fromkeys(linear.name for linear in self.linears))
 
     @property
     def fused(self) -> dict[str, str]:
-        """The fused layer's name for each matrix that the engine holds fused with others, by the matrix's name.
+        """The name of the fused layer for each matrix that the engine fuses with others, by the matrix's name.
 
-        Names are without their parents, such as `q_proj` and `qkv_proj`, and in the order in which the engine stacks
-        the rows.
+        Names lack their parents, as in `q_proj` and `qkv_proj`, and are in the order in which the engine stacks rows.
         """
         return {
             part.rpartition(".")[2]: linear.engine.rpartition(".")[2]
@@ -175,9 +174,9 @@ register_family(
         router=Router("mlp.router", "mlp.gate"),
     )
 )
-# MiMo is a Qwen2 with multi-token-prediction layers. Its checkpoints call themselves `mimo` and bring remote code;
-# without the ignored keys they are the Qwen2 that transformers and vLLM compute anyway. vLLM needs an untied head in
-# the checkpoint.
+# MiMo is a Qwen2 with multi-token-prediction layers. Its checkpoints have the type `mimo` and remote code; without the
+# ignored keys they are the Qwen2 that transformers and vLLM compute anyway. vLLM needs an untied head in the
+# checkpoint.
 register_family(
     Family(
         "mimo",
@@ -190,8 +189,8 @@ register_family(
         ignored_keys=("auto_map", "attention_bias", "use_mrope"),
     )
 )
-# K-EXAONE without experts and sliding windows is a Qwen3 with the multi-token-prediction layers of Qwen3-Next. With
-# them, as it is published, the trainer could compute neither its router nor its layers without rotary embeddings.
+# K-EXAONE without experts and sliding windows is a Qwen3 with the multi-token-prediction layers of Qwen3-Next. Of the
+# published model, the trainer could compute neither the router nor the layers without rotary embeddings.
 register_family(
     Family(
         "exaone_moe",
@@ -203,8 +202,8 @@ register_family(
         every_layer=(("mlp_layer_types", "dense"), ("layer_types", "full_attention")),
     )
 )
-# ERNIE 4.5 without experts is a Llama with interleaved rotary embeddings. Its router adds a correction bias to scores
-# that are a softmax, which Megatron-core has for sigmoids alone (`transformer_config.py`).
+# ERNIE 4.5 without experts is a Llama with interleaved rotary embeddings. Its router adds a correction bias to softmax
+# scores, which Megatron-core supports only for sigmoids (`transformer_config.py`).
 register_family(
     Family(
         "ernie4_5_moe",
@@ -229,7 +228,7 @@ UNSUPPORTED = {
     "HYV3ForCausalLM": NO_SIGMOID_ROUTER,
     "Step3p5ForCausalLM": "the trainer has no norms that scale by one plus their weight",
 }
-"""Why some families whose multi-token-prediction layers vLLM drafts with cannot be trained, by their architectures."""
+"""Why families whose multi-token-prediction layers vLLM supports cannot be trained, by architecture."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -250,7 +249,7 @@ def num_mtp_layers(config: Mapping[str, Any]) -> int:
 
 
 def family_of_model(hf: Any) -> Family:
-    """The row of a model, given transformers' configuration; one made in code has only its `model_type`."""
+    """The row of a model, given transformers' configuration; one created in code has only its `model_type`."""
     found = [family for family in FAMILIES.values() if not hf.architectures and family.model_type == hf.model_type]
     return found[0] if found else family_of({"architectures": hf.architectures or [hf.model_type]})
 
@@ -272,7 +271,7 @@ def tiny_family(tiny: TinyModelConfig) -> Family:
 
 
 def tiny_config(model: ModelConfig) -> dict[str, Any]:
-    """What the `config.json` of the random model of `model.tiny` says, apart from its tokens and its type."""
+    """The `config.json` of the random model of `model.tiny`, except its tokens and type."""
     tiny, family = model.tiny, tiny_family(model.tiny)
     config = {
         "architectures": [family.architecture],
@@ -292,7 +291,7 @@ def tiny_config(model: ModelConfig) -> dict[str, Any]:
             "num_experts": tiny.num_experts,
             "num_experts_per_tok": tiny.num_experts_per_tok,
             "moe_intermediate_size": tiny.moe_intermediate_size,
-            "norm_topk_prob": True,  # as the published checkpoints have it
+            "norm_topk_prob": True,  # as in the published checkpoints
         }
     if family.experts_from is not None:
         config[family.experts_from] = tiny.num_layers

@@ -37,7 +37,7 @@ def _value(reader: GGUFReader, key: str) -> Any:
 
 
 def _tokenizer(reader: GGUFReader) -> PreTrainedTokenizerFast:
-    """Made here, since transformers would split digits otherwise than the model's own tokenizer does."""
+    """Built here because transformers would split digits differently from the model's own tokenizer."""
     assert _value(reader, "tokenizer.ggml.pre") == "smollm"
     tokens: list[str] = _value(reader, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in _value(reader, "tokenizer.ggml.merges")]

@@ -27,7 +27,7 @@ from specrl.models.directory import (
 from specrl.models.families import family_of
 
 FILE_BYTES = 4 * 2**30  # the largest file written, unless a single tensor is larger
-OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how the library tells of an error of the file system
+OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how the library reports a file-system error
 
 
 class TensorReader:
@@ -73,7 +73,7 @@ class TensorReader:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors, of any device and strides, as a safetensors file, under a temporary name until it is whole."""
+    """Write tensors, of any device and strides, as a safetensors file, under a temporary name until complete."""
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic_path(path) as temporary:
         temporary.touch()
@@ -92,8 +92,8 @@ def write_model(
 ) -> None:
     """Write a Hugging Face directory with the weights in `tensors`, and tokenizer and configuration of `source`.
 
-    A tensor is copied before the next one is taken. Ranks that do not write only exhaust the iterator, which may be
-    collective. `config.json` is written last, so that a directory that has one is complete.
+    A tensor is copied before the next one is requested. Ranks that do not write only exhaust the iterator, which may be
+    collective. `config.json` is written last, so that a directory with one is complete.
     """
     if not writes:
         for _ in tensors:
@@ -141,7 +141,7 @@ def _copy_rest(directory: Path, source: Path, dtype: torch.dtype) -> None:
 
 
 def mtp_layers(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model's multi-token-prediction layers, which are no part of its policy."""
+    """Yield the tensors of a model's multi-token-prediction layers, which are not part of its policy."""
     mtp = family_of(read_model_config(directory)).mtp
     if mtp is None:
         return

@@ -1,4 +1,4 @@
-"""Whether parallel sizes, lengths, the drafter and the teacher of a configuration suit the shape of its model."""
+"""Whether a configuration's parallel sizes, lengths, drafter and teacher suit the shape of its model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from specrl.models.directory import read_model_config
 from specrl.models.drafters import with_source_heads
 from specrl.models.shapes import ModelShape, teacher_shape
 
-FP8_BLOCK = 128  # rows and columns of a block of weights with one scale
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # those that vLLM has CPU kernels for
+FP8_BLOCK = 128  # rows and columns of a block of weights that shares one scale
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # those for which vLLM has CPU kernels
 
 
 def layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield a line for everything that the configuration asks of the model and its shape does not allow."""
+    """Yield a line for every request of the configuration that the model's shape does not allow."""
     source, policy, engine = config.model.source, config.policy, config.engine
     if config.model.max_length > shape.max_positions:
         yield f"model.max_length = {config.model.max_length}: {source} has only {shape.max_positions} positions"
@@ -63,10 +63,10 @@ def check_teacher(config: Config, policy_dir: Path | None) -> None:
     """Check that the model of `train.teacher`, if there is one, can score the policy's tokens on the trainer's ranks.
 
     Args:
-        policy_dir: The policy's directory; None where it is not here yet, and tokens cannot be compared.
+        policy_dir: The policy's directory; None if it does not exist yet, so that tokens cannot be compared.
 
     Raises:
-        ConfigError: It cannot; each line names the key.
+        ConfigError: The teacher cannot; each line names the key.
     """
     directory = config.train.teacher
     if directory is None:
@@ -84,7 +84,7 @@ def check_teacher(config: Config, policy_dir: Path | None) -> None:
 
 
 def teacher_doubts(config: Config, policy_dir: Path) -> list[str]:
-    """A line where the model of `train.teacher`, which `check_teacher` accepts, ends its responses otherwise."""
+    """A line if a model of `train.teacher` that `check_teacher` accepts ends its responses with other tokens."""
     directory = config.train.teacher
     if directory is None or not (own := end_tokens(directory)) or not (others := end_tokens(policy_dir) - own):
         return []
@@ -95,7 +95,7 @@ def teacher_doubts(config: Config, policy_dir: Path) -> list[str]:
 
 
 def _token_problems(directory: Path, vocab_size: int, policy_dir: Path) -> Iterator[str]:
-    # It may have more tokens: sizes are padded, and later models of a family have more special tokens.
+    # The teacher may have more tokens: sizes are padded, and later models of a family add special tokens.
     advice = "take a teacher that has the policy's tokenizer"
     of_teacher = {token: number for number, token in token_ids(directory)}
     others = ((number, token) for number, token in sorted(token_ids(policy_dir)) if of_teacher.get(token) != number)
@@ -111,7 +111,7 @@ def _token_problems(directory: Path, vocab_size: int, policy_dir: Path) -> Itera
 def trainer_problems(policy: PolicyConfig, shape: ModelShape, source: str) -> Iterator[str]:
     """Yield a line for each way in which the trainer cannot be laid out over ranks."""
     parts = policy.tensor_parallel
-    # It holds no copies of KV heads, as an engine does.
+    # Unlike an engine, the trainer holds no copies of KV heads.
     yield from _head_problems("policy.tensor_parallel", parts, shape, source, copies=False)
     if not shape.num_experts and shape.intermediate_size % parts:
         width = f"intermediate_size = {shape.intermediate_size}"

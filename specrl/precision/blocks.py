@@ -21,7 +21,7 @@ MIN_AMAX = 2.0**-100  # so that blocks of zeros do not divide by zero
 
 
 def fake_quantise(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """A matrix rounded to e4m3 in blocks, times the float32 scales of these, in the type of `values`."""
+    """A matrix rounded to e4m3 in blocks with float32 scales, dequantised to the type of `values`."""
     if not values.numel():  # an expert without tokens
         return values
     rounded, scales = _rounded(values, block)
@@ -35,8 +35,8 @@ def fake_quantise_rows(weight: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def _rounded(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     blocks = _blocks(values, block)
-    # To divide by a Python number, a GPU multiplies by its reciprocal, and its last bit differs from a CPU's. Dividing
-    # by a tensor avoids this.
+    # A GPU divides by a Python number by multiplying with its reciprocal, whose last bit differs from a CPU's quotient.
+    # Dividing by a tensor avoids this.
     largest = blocks.new_full((), E4M3_MAX)
     scales = blocks.abs().amax((1, 3), keepdim=True).clamp_(min=MIN_AMAX).div_(largest)
     return blocks.div_(scales).to(torch.float8_e4m3fn), scales

@@ -25,13 +25,13 @@ BINS_PER_OCTAVE, LOWEST_OCTAVE, NUM_OCTAVES = 32, -20, 48
 
 
 class KvObserver:
-    """Watches the attention layers of a policy, which must know it as `policy.kv_observer`."""
+    """Watches the attention layers of a policy, which must have it as `policy.kv_observer`."""
 
     def __init__(self, model: Any, num_layers: int, device: torch.device, *, training_only: bool = True) -> None:
-        """Watch this rank's attention layers; with `training_only`, not in the parity probe's passes, for instance."""
+        """Watch this rank's attention layers; with `training_only`, not in passes such as the parity probe's."""
         self.training_only = training_only
         shape = (3, num_layers, BINS_PER_OCTAVE * NUM_OCTAVES)
-        self.num_tokens: int | None = None  # observed at the beginning of the row; None while none are
+        self.num_tokens: int | None = None  # the number observed at the start of the row; None if none are
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._hooks: list[Any] = []
         for layer in model.decoder.layers:
@@ -40,9 +40,9 @@ class KvObserver:
 
     @contextmanager
     def forward_pass(self, num_tokens: int) -> Iterator[None]:
-        """Observe the attention of one micro-batch inside the block, and of its row the first `num_tokens`.
+        """Observe the attention of one micro-batch inside the block, for the first `num_tokens` of its row.
 
-        What the backward pass recomputes is left out: tokens would count twice, and with pipeline parallelism another
+        Recomputation in the backward pass is left out: tokens would count twice, and with pipeline parallelism another
         micro-batch may have passed in between.
         """
         self.num_tokens = num_tokens

@@ -1,9 +1,8 @@
-"""How far training and generation disagree about the tokens that were sampled.
+"""How far training and generation disagree about the sampled tokens.
 
-Compared are the natural log-probs of the sampled response tokens, of the whole distribution at the sampling
-temperature, so that the measures show numerics alone. Below, p is the engine's probability of a token, q the trainer's,
-and r = q / p; expectations over p are means over the tokens (where `top_p` or `top_k` drop tokens, over those that are
-kept).
+The measures compare the natural log-probs of the sampled response tokens under the whole distribution at the sampling
+temperature, so that they show only numerical differences. Below, p is the engine's probability of a token, q the
+trainer's, and r = q / p; expectations over p are means over the tokens (with `top_p` or `top_k`, over the kept ones).
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class MismatchSums:
-    """Sums over tokens from which the measures are made; those of several shares add up.
+    """Sums over tokens from which the measures are computed; they are additive over shares.
 
-    For the largest thousandth, the mean of a histogram's bin stands for its values, which is off by less than 1/64 of
-    |log r|.
+    For the largest thousandth, a histogram bin's mean stands for its values, with an error below 1/64 of |log r|.
     """
 
     totals: Floats  # [6]
@@ -46,7 +44,7 @@ class MismatchSums:
 
     @classmethod
     def of(cls, training: ArrayLike, generation: ArrayLike) -> MismatchSums:
-        """Count the tokens of a share, which may be none, from both log-probs, [tokens] each."""
+        """Count the tokens of a possibly empty share, given both log-probs, [tokens] each."""
         q, p = np.asarray(training, np.float64), np.asarray(generation, np.float64)
         assert q.shape == p.shape, "log-probs of the same tokens"
         x = torch.from_numpy(q - p)  # log r; several times as fast as NumPy here
@@ -90,10 +88,10 @@ class MismatchSums:
 
     @property
     def bulk_error(self) -> float:
-        """`token_mult_prob_error` without the largest thousandth of its terms, and at least without the largest.
+        """`token_mult_prob_error` without the largest thousandth of its terms, and at least without the largest one.
 
-        Rounding can make a near toss-up hundreds of times more likely, and one such token among a thousand would weigh
-        as much as all others. A single token gives 1, and NaN gives NaN.
+        Rounding can make a token hundreds of times more likely, and one such token among a thousand would weigh as much
+        as all others. A single token gives 1, and NaN gives NaN.
         """
         if self.totals[NOT_NUMBERS]:
             return math.nan
@@ -122,7 +120,7 @@ class MismatchSums:
 
     @property
     def truncated_fraction(self) -> float:
-        """The share of the tokens that truncated importance sampling cuts off."""
+        """The share of the tokens whose ratio truncated importance sampling truncates."""
         return self._mean(LARGE)
 
     @property
@@ -147,6 +145,6 @@ class MismatchSums:
 
 
 def _bins(log_r: Tensor) -> Tensor:
-    # The bits of a float64 are its exponent and then its mantissa, so that their first ones number the bins.
+    # The bits of a float64 are its exponent and then its mantissa, so that its leading bits number the bins.
     bits = log_r.abs().view(torch.int64) >> (MANTISSA_BITS - PER_OCTAVE.bit_length() + 1)
     return (bits - (EXPONENT_BIAS + OCTAVES[0]) * PER_OCTAVE + 1).clamp(0, NUM_BINS)

@@ -1,7 +1,7 @@
 """FP8 on GPUs by Transformer Engine's `Float8BlockScaling`: e4m3 in blocks of 128x128 and 1x128, forward and backward.
 
-Megatron enables Transformer Engine's autocast around every transformer layer; the layers that stay in BF16 disable it
-for themselves.
+Megatron enables Transformer Engine's autocast around every transformer layer; layers that stay in BF16 disable it for
+themselves.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 """Scales may be any float32 number, not only powers of two; read when Transformer Engine's recipes are imported."""
 QUANTISERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")  # attributes of its recipe
 FIRST_CAPABILITY = (9, 0)  # on older GPUs vLLM would use kernels that leave activations in BF16
-FIRST_OF_POWERS = (10, 0)  # from here on Transformer Engine's kernels and DeepGEMM's take powers of two as scales alone
+FIRST_OF_POWERS = (10, 0)  # from here on Transformer Engine and DeepGEMM only take powers of two as scales
 
 
 def check_training() -> None:
-    """Raise ValueError unless the trainer can compute in native FP8 where it has a GPU; set its scales.
+    """Raise ValueError if the trainer has a GPU and cannot compute in native FP8 on it; set its scales.
 
-    To be called before Transformer Engine is used.
+    Call this before Transformer Engine is used.
     """
     if not torch.cuda.is_available():
         return
@@ -41,7 +41,7 @@ def check_training() -> None:
 
 
 def check_device(key: str) -> None:
-    """Raise ValueError, which names the key that asks for it, unless this GPU can compute in native FP8."""
+    """Raise ValueError, which names `key`, unless this GPU can compute in native FP8."""
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < FIRST_CAPABILITY:
         raise ValueError(
@@ -51,9 +51,9 @@ def check_device(key: str) -> None:
 
 
 def set_scales() -> None:
-    """Let the recipes that Transformer Engine makes from now on have any scales, as the engine, or raise ValueError.
+    """Let Transformer Engine's later recipes use any scales, as the engine does, or raise ValueError.
 
-    Megatron has imported it by then, and its variable has been read into the attributes that are set here.
+    Megatron has already imported it, so its variable has been read into the attributes that are set here.
     """
     from transformer_engine.common.recipe import Float8BlockScaling, Format, QParams
 

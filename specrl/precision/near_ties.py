@@ -1,10 +1,10 @@
-"""Compare two generations of the same requests: what differs, and whether rounding alone explains it.
+"""Compare two generations of the same requests: where they differ, and whether rounding alone explains it.
 
-The same seed gives the same token unless the policy's distribution was rounded differently: a batch's shape decides in
-which order a kernel adds. The token that is picked leads all others by its log-prob and noise together, in greedy
-decoding by its log-prob alone. A difference is a *near-tie* if both leads together are no more than leads move between
-two shapes. Of distributions that top-p or top-k cut off this says little: a token at the edge may be kept in one shape
-and not in another, whatever leads.
+The same seed gives the same token unless the policy's distribution was rounded differently: a batch's shape determines
+the order in which a kernel adds. The picked token leads all others in log-prob plus noise or, in greedy decoding, in
+log-prob alone. A difference is a *near-tie* if the sum of both leads is no more than leads move between two shapes.
+With top-p or top-k this says little: a token at the edge may be kept in one shape and dropped in another, whatever
+leads.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dataclasses import dataclass
 from math import isfinite
 
 FLOOR = 4e-6
-"""The smallest movement that is assumed, in nats: FP32 numbers from 32 to 64 are as far apart."""
+"""The smallest assumed movement, in nats: the spacing of FP32 numbers from 32 to 64."""
 BF16_FLOOR = 2.0**-3
-"""The same where logits are BF16: numbers from 16 to 32 are 1/8 apart."""
+"""The same for BF16 logits: numbers from 16 to 32 are 1/8 apart."""
 HOLDS = 1e-5
-"""How far the picked token may be behind as recorded, in nats: the recorder rounds otherwise."""
+"""How far the picked token may trail in the record, in nats: the recorder rounds differently."""
 ALLOWANCE = 2.0
-"""The factor on the largest movement in a sample, which rarely holds the largest there is."""
+"""The factor on the largest movement in a sample, which rarely contains the largest possible one."""
 
 
 @dataclass(frozen=True)
 class Pick:
-    """One token as it was picked."""
+    """One picked token."""
 
     token: int
     lead: float
-    """By how much it leads the best other token, of those that top-k and top-p leave, in nats at temperature 1."""
+    """Its lead over the best other token kept by top-k and top-p, in nats at temperature 1."""
     rival: int = -1
     """That token."""
 
@@ -39,12 +39,12 @@ Trace = Mapping[int, Pick]
 
 
 def limit_of(noise: float) -> float:
-    """The largest distance of a near-tie, in nats, where two batch shapes move leads by so much."""
+    """The largest distance of a near-tie, in nats, if leads move by `noise` between two batch shapes."""
     return ALLOWANCE * max(noise, FLOOR)
 
 
 def rounding_of(dtype: str) -> float:
-    """How far a lead may move because logits are rounded to a type, in nats; `FLOOR` has that of float32."""
+    """How far, in nats, rounding logits to a type may move a lead; 0 for float32, which `FLOOR` covers."""
     return BF16_FLOOR if dtype == "bfloat16" else 0.0
 
 
@@ -59,7 +59,7 @@ class Divergence:
 
     @property
     def distance(self) -> float:
-        """How far a lead must have moved if both picks are right, in nats."""
+        """How far, in nats, a lead must have moved if both picks are right."""
         return self.left.lead + self.right.lead
 
     def explained(self, noise: float) -> bool:
@@ -80,7 +80,7 @@ class Comparison:
     """The number of compared tokens: equal ones before any difference, and first differences."""
     divergences: tuple[Divergence, ...]
     num_unexplained: int
-    """Divergences that are no near-ties, and tokens anywhere that do not lead in their own distribution."""
+    """Divergences that are not near-ties, and all tokens that do not lead in their own distribution."""
 
 
 def measure_noise(left: Sequence[Trace], right: Sequence[Trace]) -> float:
@@ -129,5 +129,5 @@ def _agreement(left: Trace, right: Trace) -> tuple[list[int], int | None]:
         if left[position].token != right[position].token:
             return both[:place], position
     if len(left) != len(right):
-        raise ValueError(f"responses of {len(left)} and {len(right)} tokens are equal as far as the shorter one goes")
+        raise ValueError(f"responses of {len(left)} and {len(right)} tokens: one is the beginning of the other")
     return both, None

@@ -1,7 +1,7 @@
 """The FP8 recipe of a policy: which layers compute in FP8 and with which scales, in trainer, engine and export alike.
 
-It is of one policy, known by the digest of its weights and configuration. `train` reads the recipe of `calibrate`, and
-writes it with the newest KV-cache scales beside the trained policy.
+It belongs to one policy, identified by the digest of its weights and configuration. `train` reads the recipe of
+`calibrate`, and writes it with the newest KV-cache scales beside the trained policy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Recipe:
     family: Family
     num_layers: int
     bf16_layers: frozenset[str] = frozenset()  # the trainer's names, such as `layers.3.linear_fc2`
-    kv_scales: KvScales | None = None  # None where they were not calibrated
+    kv_scales: KvScales | None = None  # None if they were not calibrated
 
     @property
     def kept_layers(self) -> list[str]:
@@ -69,7 +69,7 @@ def edge_layers(family: Family, num_layers: int, first: int, last: int) -> list[
 
 
 def engine_name(family: Family, name: str) -> str:
-    """The engine's name of a layer: `layers.3.linear_qkv` is `model.layers.3.self_attn.qkv_proj` there."""
+    """The engine's name for a layer: `layers.3.linear_qkv` is `model.layers.3.self_attn.qkv_proj` there."""
     layers, index, own = name.split(".")
     (found,) = {linear.engine for linear in family.linears if linear.name == own}
     return f"model.{layers}.{index}.{found}"
@@ -110,6 +110,6 @@ def load_recipe(path: Path, policy_dir: Path, ranks: Ranks) -> Recipe:
 
 
 def recipe_of(policy_dir: Path, ranks: Ranks) -> Recipe | None:
-    """The recipe that `train` wrote beside the policy's weights, None where nothing was in FP8 (collective)."""
+    """The recipe that `train` wrote beside the policy's weights; None if nothing was in FP8 (collective)."""
     path = policy_dir / RECIPE_FILE
     return load_recipe(path, policy_dir, ranks) if path.exists() else None

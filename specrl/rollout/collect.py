@@ -16,9 +16,9 @@ from specrl.schemas import Rollout
 
 @dataclass(frozen=True)
 class Origin:
-    """Where in a run rollouts come from. `run_seed` and `step`, with prompt and sample index, decide their seeds.
+    """Where in a run rollouts come from. `run_seed`, `step`, prompt and sample index determine their seeds.
 
-    The versions of policy and drafter that a step generates with have its number.
+    A step generates with the versions of policy and drafter that have its number.
     """
 
     run_seed: int
@@ -28,7 +28,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Unscored:
-    """Responses whose rewards are still on their way; those of conversations are there."""
+    """Responses whose rewards are pending; conversations already have theirs."""
 
     generation: Generation
     origin: Origin
@@ -38,10 +38,10 @@ class Unscored:
     _wait: Callable[[], Scores]
 
     def scored(self) -> tuple[list[Rollout], Scores]:
-        """Wait for the rewards; where nobody reads them all are 0.
+        """Wait for the rewards; all are 0 if nobody reads them.
 
         Raises:
-            RewardError: The reward cannot be imported, or has lost too many processes.
+            RewardError: The reward cannot be imported, or too many of its processes have died.
         """
         responses = self.generation.responses
         scores = self._wait().in_groups([prompt.id for prompt, *_ in self._asked])
@@ -92,12 +92,12 @@ def collect(
 ) -> Unscored:
     """Sample `samples_per_prompt` responses to each prompt; groups stay together, in prompt order.
 
-    Each response is sent to its reward as soon as it is finished. With an environment each is a conversation, that
+    Each response is sent to its reward as soon as it is finished. With an environment each is a conversation, which
     begins with a prompt of `open_conversations`. The rollouts are a pure function of policy, run seed, step, prompt and
     sample index (invariant 1). `options` are further arguments of `Engine.generate`.
 
     Args:
-        rewards: The pool that computes the rewards; None where nobody reads them, or another rank of the engine has it.
+        rewards: The pool that computes the rewards; None if nobody reads them, or another rank of the engine has it.
     """
     wanted = [(prompt, sample) for prompt in prompts for sample in range(samples_per_prompt)]
     requests = [make_request(prompt, sample, config, origin) for prompt, sample in wanted]

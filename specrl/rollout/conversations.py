@@ -1,7 +1,7 @@
-"""Conversations of the policy with an environment, in waves: the next turn of all unfinished ones is one generation.
+"""Conversations of the policy with an environment, in waves: one generation answers the next turn of all of them.
 
-Each turn is an ordinary request whose prompt is the conversation so far, with a seed of its own. What an environment
-says depends on the turns alone, and a wave waits for all of it, so that no token depends on time.
+Each turn is an ordinary request with its own seed, whose prompt is the conversation so far. An environment's replies
+depend on the turns alone, and a wave waits for all replies, so that no token depends on timing.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from specrl.data.rewards.pool import RewardFailure, RewardPool, Scores, Scoring
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request, Response
 
-RESETS = 2  # times that an environment is asked to begin: a busy machine may have made the first too slow
+RESETS = 2  # attempts at opening a conversation: the first may time out on a busy machine
 
 
 @dataclass
 class Conversation:
-    """A conversation as far as it has come."""
+    """A conversation so far."""
 
     prompt: Prompt
     first: Request
-    """The request of the first turn, whose `max_tokens` is the room for all that follows the prompt."""
+    """The request of the first turn; its `max_tokens` bounds everything that follows the prompt."""
     turns: list[Response] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     """What the environment sees of each turn."""
     between: list[tuple[str, list[int]]] = field(default_factory=list)
-    """What the environment wrote after each turn but the last: text and tokens."""
+    """The environment's reply to each turn but the last: text and tokens."""
     result: Turn | RewardFailure | None = None
-    """What the environment made of the last turn, once the conversation is over."""
+    """The environment's verdict on the last turn, once the conversation is over."""
     cut_off: bool = False
 
     @property
@@ -47,7 +47,7 @@ class Conversation:
 
     @property
     def unopened(self) -> RewardFailure | None:
-        """The failure of the environment to begin the conversation, known once there is a turn."""
+        """The environment's failure to open the conversation; call this after the first turn."""
         if not self.prompt.unopened:
             return None
         return RewardFailure(shortened(self.prompt.text), shortened(self.texts[-1]), self.prompt.unopened)
@@ -62,10 +62,10 @@ class Conversation:
         )
 
     def hear(self, answer: Turn | RewardFailure, rendering: Rendering, max_turns: int) -> None:
-        """Take in what the environment made of the last turn.
+        """Process the environment's reply to the last turn.
 
-        The conversation is over where the environment says so or has failed, after `max_turns`, and where the turn was
-        cut off or what the environment wrote leaves no room for another token, which counts as cut off too.
+        The conversation is over if the environment says so or has failed, after `max_turns`, and if the turn was cut
+        off or the reply leaves no room for another token, which also counts as cut off.
         """
         if isinstance(answer, RewardFailure):
             self.result = answer
@@ -99,7 +99,7 @@ class Conversation:
             started_at=turns[0].started_at,
             finished_at=last.finished_at,
             drafts=[draft for turn in turns for draft in turn.drafts],
-            routes=last.routes,  # its prompt is all that came before
+            routes=last.routes,  # its prompt is the whole conversation before it
             turns=lengths if len(turns) > 1 else (),
         )
 
@@ -107,13 +107,13 @@ class Conversation:
 def open_conversations(
     engine: Engine, prompts: Sequence[Prompt], config: Config, rewards: RewardPool | None
 ) -> list[Prompt]:
-    """The prompts as the environment opens their conversations; without one, as they are (collective over the engine).
+    """The prompts as the environment opens their conversations; unchanged without one (collective over the engine).
 
-    Where it fails twice the prompt stays, and a conversation ends as failed after its first turn, whatever the
-    environment could have made of that.
+    If it fails twice, the prompt stays as it is, and the conversation counts as failed after its first turn, without
+    asking the environment again.
 
     Raises:
-        ValueError: It opens one with more tokens than `config.max_prompt_tokens`.
+        ValueError: A conversation opens with more tokens than `config.max_prompt_tokens`.
     """
     if config.environment.name is None:
         return list(prompts)
@@ -160,7 +160,7 @@ def converse(
 
     Args:
         rewards: The processes of the environment, on the engine's first rank.
-        seed_of: The seed of a conversation's turn, given the number of each; the first one's is in its request.
+        seed_of: The seed of a turn, given the indices of conversation and turn; that of turn 0 is in its request.
         options: Further arguments of `Engine.generate`.
     """
     rendering, max_turns = Rendering(config, engine.tokenizer), config.environment.max_turns
@@ -189,7 +189,7 @@ def converse(
 
 
 class _Wave:
-    """Sends each turn of a wave to the environment as soon as it is finished."""
+    """Sends each turn of a wave to the environment as soon as the turn is finished."""
 
     def __init__(self, talks: Sequence[Conversation], config: Config, rewards: RewardPool | None) -> None:
         self._talks, self._data = talks, config.data

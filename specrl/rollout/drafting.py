@@ -1,4 +1,4 @@
-"""What an engine drafts: from which texts, for how long, and what is learned from it."""
+"""The control of an engine's drafts: their texts and lengths, and what is learned from their outcomes."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from specrl.rollout.vllm.engine.arguments import generation_params
 from specrl.rollout.vllm.engine.lifecycle import Iteration, VllmEngine
 
 MEASURED = 2
-"""The number of iterations that are measured for a batch size and a draft length when an engine starts."""
+"""The number of iterations measured per batch size and draft length when an engine starts."""
 CHOSEN_FOR = 32
-"""The iterations after which the draft length of the running requests is chosen anew, or once a quarter has ended."""
+"""The iterations after which the draft length is chosen anew, unless a quarter of the requests end before."""
 SETTLING = 2
 """The iterations that still have the drafts of another length after a change: with asynchronous scheduling they have
 begun, or been given their drafts."""
 MOST_ROWS = 512
-"""The most rows of an iteration that is measured then; what takes longer is extrapolated."""
+"""The maximum rows of an iteration measured then; larger ones are extrapolated."""
 
 
 class Drafting:
-    """Steers the speculator of an engine: its texts, and the draft length for each number of running requests."""
+    """Controls an engine's speculator: its texts, and the draft length for each number of running requests."""
 
     def __init__(self, engine: VllmEngine, config: Config) -> None:
         self._engine, self._max_batch = engine, config.engine.max_num_seqs
         self._max_length = config.model.max_length
         self._drafter_k, self._replay_k = drafter_k, replay_k = config.speculation.draft_lengths
         self.k = drafter_k or replay_k
-        """The longest draft that `set_length` takes, in tokens."""
+        """The longest draft that `set_length` accepts, in tokens."""
         self._text = engine.text_speculator
         self.texts: TextStore = self._text.texts
-        """The texts to draft from; what changes there counts from the next generation on."""
+        """The texts to draft from; changes take effect in the next generation."""
         if config.speculation.draft_method.replays:
             self.texts.recent_tokens = config.speculation.recent_tokens
         self.costs = CostModel(self._max_batch, max(drafter_k, replay_k), drafter_k, engine.graph_sizes)
@@ -50,10 +50,10 @@ class Drafting:
         self._chosen_at, self._iterations = 0, 0
         """The running requests when a length was last chosen for them, and the iterations since."""
         self._k, self._steady = -1, 0
-        """The draft length of the last iteration, and the number of those before it that had the same."""
+        """The draft length of the last iteration, and the number of iterations before it with the same length."""
 
     def set_length(self, k: int | None) -> None:
-        """Let drafts have a length from now on; None leaves the choice to the cost model. See `Engine.set_k`."""
+        """Set the draft length from now on; None leaves the choice to the cost model. See `Engine.set_k`."""
         if k is None and not self._is_measured:
             self._measure()
         self._text.drafter_k = self._drafter_k if k is None else min(k, self._drafter_k)
@@ -69,7 +69,7 @@ class Drafting:
         self._schedule()
 
     def follow(self, iteration: Iteration | None) -> None:
-        """Learn from the time of the engine's last iteration; None where it had no result yet."""
+        """Learn from the time of the engine's last iteration; None if it has no result yet."""
         now = time.perf_counter()
         if iteration is None or not iteration.all_decoding:
             self._last = None
@@ -88,7 +88,7 @@ class Drafting:
             self._choose(iteration.batch)
 
     def remember(self, response: Sequence[int], prompt_tokens: Sequence[int]) -> None:
-        """Take in a response of this generation, finished or stopped."""
+        """Remember a response of this generation, finished or stopped."""
         if self._recalls:
             self.texts.remember(response, prompt_tokens)
         if self.texts.has_siblings:
@@ -127,7 +127,7 @@ class Drafting:
             started = time.perf_counter()
             self._engine.step()
             iteration = self._engine.last
-            # The first iterations still have the drafts of another length, or none.
+            # The first iterations still verify drafts of another length, or none.
             if iteration is None or not iteration.all_decoding or (skipped := skipped + 1) <= 2:
                 continue
             seconds.append(time.perf_counter() - started)

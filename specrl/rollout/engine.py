@@ -44,13 +44,13 @@ __all__ = ["Engine", "Generation", "Request", "Response", "response_seed"]
 def start_engine(
     config: Config, policy_dir: Path, drafter_dir: Path | None, *, gpu_share: float | None = None
 ) -> Engine:
-    """Start an engine without a trainer, in the precision that the policy's training ended with (collective).
+    """Start an engine without a trainer, in the precision in which the policy's training ended (collective).
 
     Args:
-        gpu_share: The share of a GPU's memory that it takes where other engines live at the same time; None for most.
+        gpu_share: The share of the GPU's memory to use beside other engines; None for most of it.
 
     Raises:
-        ValueError: `precision` asks for FP8 and the training left no recipe for it.
+        ValueError: `precision` asks for FP8, but training left no recipe for it.
     """
     recipe = recipe_of(policy_dir, join()) if config.precision.uses_fp8 else None
     if recipe is None and config.precision.uses_fp8:
@@ -84,14 +84,14 @@ class Engine(VllmEngine):
 
         Args:
             policy_dir: The policy's Hugging Face directory. Refits keep its architecture.
-            drafter_dir: The directory of a trained drafter. If that is the policy's own layer, it is a directory of
-                this policy with another such layer, or None for the one in `policy_dir`.
-            seed: The seed of vLLM's own generators; no response depends on it.
+            drafter_dir: The directory of a trained drafter. For multi-token prediction, a directory of this policy
+                with another such layer, or None for the layer in `policy_dir`.
+            seed: The seed of vLLM's own random generators; no response depends on it.
             speculate: Whether to draft as `config.speculation` says.
             recipe: The FP8 recipe of this policy; without one everything is computed in `model.dtype`.
-            alone: Whether there is no trainer: the engine can take most of the GPU's memory, keeps no routes and
+            alone: Whether there is no trainer: the engine may then use most of the GPU's memory, keeps no routes and
                 cannot sleep.
-            reads_policy: Whether to read the policy's weights; without them a refit must follow.
+            reads_policy: Whether to read the policy's weights; otherwise a refit must follow.
             overrides: Arguments of vLLM's `EngineArgs` that replace the project's.
 
         Raises:
@@ -119,7 +119,7 @@ class Engine(VllmEngine):
         self.stop_tokens = stop_tokens(policy_dir, self.tokenizer)
         self._directories = policy_dir, drafter_dir or policy_dir
         self.drafting = Drafting(self, config) if longest else None
-        """What chooses how far to draft while no `k` is set; None if nothing is drafted."""
+        """Chooses the draft length while no `k` is set; None if nothing is drafted."""
         self._stopped = False
         self.set_k(self.longest_k)
         self.self_test()
@@ -127,7 +127,7 @@ class Engine(VllmEngine):
             self.set_k(None)
 
     @cached_property
-    def _policy_names(self) -> frozenset[str]:  # a policy with random weights is never refitted, and has no files
+    def _policy_names(self) -> frozenset[str]:  # read late: a policy with random weights has no files, and no refits
         return policy_weight_names(self._directories[0])
 
     @cached_property
@@ -148,14 +148,14 @@ class Engine(VllmEngine):
         """Answer all requests.
 
         Args:
-            on_progress: Called as `on_progress(finished, total)` whenever some finish.
-            on_response: Called with the place in `requests` and the response as soon as one is finished.
-            stop: Asked after every iteration of decoding that leaves requests unfinished. Once it is true on the
+            on_progress: Called as `on_progress(finished, total)` whenever requests finish.
+            on_response: Called with the index in `requests` and the response as soon as it is finished.
+            stop: Called after every decoding iteration that leaves requests unfinished. Once it is true on the
                 engine's first rank, unfinished responses are returned as they are, with `finish_reason = "abort"`.
-            recall: Whether to draft from earlier responses that were generated with `recall`, and to remember these:
-                for rollouts. A probe, which repeats its requests, would find its own earlier responses.
+            recall: Whether to draft from earlier responses generated with `recall`, and to remember these; for
+                rollouts. A probe repeats its requests, and would find its own earlier responses.
             learn: Whether the choice of drafts learns from this generation.
-            routes: Whether to return the experts that the tokens were sent to, for a policy that has any.
+            routes: Whether to return the experts to which the tokens were routed, if the policy has experts.
 
         Raises:
             ValueError: A prompt leaves no room for a token within `model.max_length`.
@@ -191,9 +191,9 @@ class Engine(VllmEngine):
         return Generation(ordered, stats, time.perf_counter() - started, num_tokens)
 
     def set_k(self, k: int | None) -> None:
-        """Draft up to `k` tokens in every iteration; None gives the choice to the cost model, 0 switches drafts off.
+        """Draft up to `k` tokens in every iteration; None leaves the choice to the cost model, 0 disables drafting.
 
-        Text beside a drafter keeps its own length, `replay_k`.
+        Text drafts beside a drafter keep their own length, `replay_k`.
         """
         assert k is None or 0 <= k <= self.longest_k, f"k = {k} is outside 0 to {self.longest_k}"
         k = 0 if self._stopped else k
@@ -209,14 +209,14 @@ class Engine(VllmEngine):
         """Replace the stored text, for methods with replay.
 
         Args:
-            texts: The tokens of responses, by the tokens of their prompt; at a tie the earlier response is followed.
+            texts: The tokens of responses, by the tokens of their prompt; at a tie the earlier response is used.
             seeds: Their seeds in the same order, where known. A request with such a seed reads that text ahead.
         """
         assert self.replays and self.drafting is not None, "an engine that replays no stored text"
         self.drafting.texts.store(texts, seeds)
 
     def set_recent(self, generations: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Replace what is remembered of generations with `recall`: the tokens of their responses, the oldest first."""
+        """Replace the responses remembered from generations with `recall`, as tokens, the oldest generation first."""
         assert self.drafting is not None, "an engine that does not draft"
         self.drafting.texts.forget_recent()
         for responses in generations:
@@ -224,12 +224,12 @@ class Engine(VllmEngine):
                 self.drafting.texts.remember(response)
 
     def stored_for(self, request: Request) -> tuple[int, int]:
-        """How many responses to the request's prompt are stored, and how many tokens the one of its seed has."""
+        """The number of stored responses to the request's prompt, and of tokens in the one with its seed."""
         return self.drafting.texts.stored(request.prompt_tokens, request.seed) if self.drafting else (0, 0)
 
     @property
     def replays(self) -> bool:
-        """Whether stored responses to the same prompt are drafts."""
+        """Whether stored responses to the same prompt serve as drafts."""
         return self.drafting is not None and self.config.speculation.draft_method.replays
 
     @property
@@ -239,11 +239,11 @@ class Engine(VllmEngine):
 
     @property
     def longest_k(self) -> int:
-        """The largest `k` that `set_k` takes."""
+        """The largest `k` that `set_k` accepts."""
         return self.drafting.k if self.drafting is not None else 0
 
     def stop_speculating(self) -> None:
-        """Decode plainly from now on, whatever `k` is set."""
+        """Decode without drafts from now on, whatever `k` is set."""
         self._stopped = True
         self.set_k(0)
 
@@ -253,7 +253,7 @@ class Engine(VllmEngine):
         return self.precision.mode(self.policy)
 
     def assert_quantised(self) -> None:
-        """Check that the policy's layers compute in the precision that the recipe says.
+        """Check that the policy's layers compute in the precision that the recipe prescribes.
 
         Raises:
             NotQuantisedError: A layer computes in another precision.
@@ -265,21 +265,21 @@ class Engine(VllmEngine):
     ) -> None:
         """Load all weights in place, by their on-disk names, and drop cached prefixes.
 
-        A tensor must not be overwritten before the fused layer that it belongs to is complete.
+        A tensor must not be overwritten before the fused layer to which it belongs is complete.
 
         Args:
             drafter_weights: None leaves the drafter as it is.
             kv_scales: New scales of an FP8 KV cache; None keeps the old ones.
 
         Raises:
-            RefitError: A tensor is missing or unknown, or there is no drafter for the drafter's weights.
+            RefitError: A tensor is missing or unknown, or there are drafter weights but no drafter.
         """
         self.load_policy(policy_weights, self._policy_names)
         self.precision.loaded(self.policy, kv_scales)
         self.refit_drafter(drafter_weights)
 
     def refit_drafter(self, weights: Weights | None) -> None:
-        """Load the drafter alone, and drop cached prefixes; errors are those of `refit`."""
+        """Load only the drafter, and drop cached prefixes; raises what `refit` raises."""
         if weights is not None:
             self.load_drafter(weights, self._drafter_names)
         self.reset_prefix_cache()
@@ -288,13 +288,13 @@ class Engine(VllmEngine):
 
     @property
     def cannot_verify(self) -> str | None:
-        """The reason why this engine's policy cannot be compared with the trainer's tensors; None if it can."""
+        """The reason why this engine's policy cannot be compared with the trainer's tensors; None if there is none."""
         if self.mode == "native" and self._family.router is not None:
             return 'precision.generation = "fp8" rounds the experts on a GPU, and kernels rearrange them'
         return None
 
     def expected_policy(self) -> Expected:
-        """What is to note the trainer's policy on its way to `refit`, and to check it then."""
+        """The record of the trainer's policy tensors, to be taken on their way to `refit` and checked after it."""
         return Expected(self.policy, self._family)
 
     def verify_drafter(self, weights: Weights) -> None:
@@ -309,9 +309,9 @@ class Engine(VllmEngine):
         expected.check()
 
     def score(self, sequences: list[list[int]]) -> tuple[list[list[float]], list[NDArray[Any] | None]]:
-        """Compute the log-probs of each sequence's tokens but the first, in nats, and their `Response.routes`.
+        """Compute the log-probs, in nats, of each sequence's tokens but the first, and their `Response.routes`.
 
-        They are at temperature 1, and no cached prefixes are used.
+        The temperature is 1, and no cached prefixes are used.
         """
         assert all(len(tokens) <= self.max_length for tokens in sequences), "longer than model.max_length"
         params = scoring_params()
@@ -331,10 +331,10 @@ class Engine(VllmEngine):
         return logprobs, routes
 
     def self_test(self) -> None:
-        """Send crafted logits and drafts through the installed sampler, and compare it with a reference.
+        """Send crafted logits and drafts through the installed sampler, and compare its output with a reference.
 
         Raises:
-            SamplerError: A token, a log-prob or a counter is not what it must be.
+            SamplerError: A token, a log-prob or a counter is wrong.
         """
         k = self.k
         self.set_k(self.longest_k)
@@ -349,7 +349,7 @@ class Engine(VllmEngine):
         crafted.check_drafts(speculates=self.speculates)
 
     def _begin(self, requests: Sequence[Request]) -> list[RunningRequest]:
-        # Queues them, but for those that have ended with the text of their own seed.
+        # Queues all requests but those whose responses ended with the text of their own seed.
         prompts = [asked.prompt_tokens for asked in requests]
         params = [generation_params(asked, self.max_length, self.stop_tokens) for asked in requests]
         stops = {asked.stop: StopStrings(self.tokenizer, asked.stop) for asked in requests if asked.stop}
@@ -368,7 +368,7 @@ class Engine(VllmEngine):
     def _generation(
         self, requests: Sequence[Request], *, recall: bool = False, learn: bool = False
     ) -> Iterator[dict[RunningRequest, int]]:
-        # Yields the places of the running requests, which the block keeps up to date; whatever ends it, none is left.
+        # Yields the indices of the running requests, kept up to date by the block; none is left however it ends.
         if self.drafting is not None:
             self.drafting.begin(requests, self.stop_tokens, recall=recall, learn=learn)
         try:

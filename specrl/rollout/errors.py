@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class RefitError(RuntimeError):
-    """The engine does not hold the weights it was sent."""
+    """The engine does not hold the weights that were sent to it."""
 
 
 class PolicyParityError(RefitError):
@@ -16,7 +16,7 @@ class DrafterCollapseError(RefitError):
 
 
 class NonFiniteLogitsError(RuntimeError):
-    """The policy's logits are no distribution to sample from: one is NaN or +inf, or all are -inf."""
+    """The policy's logits define no distribution: one is NaN or +inf, or all are -inf."""
 
 
 class SamplerError(RuntimeError):

@@ -1,9 +1,9 @@
-"""Text of a request's own seed, read ahead of decoding as a prompt is read: many tokens in one pass.
+"""Text of a request's own seed, verified before decoding in the way a prompt is read: many tokens in one pass.
 
-The noise of each position is known, so that one pass over such a text says what the policy samples in the place of each
-of its tokens. The response begins with those that agree and the first that does not. Each pass reads at most as much as
-those before it together, as long as the prefix cache keeps their tokens, so that little is read in vain of a text that
-soon differs. No request decodes before all have read their texts.
+The noise of each position is known, so one pass over such a text yields what the policy samples in place of each of its
+tokens. The response begins with the tokens that agree, and the policy's token at the first difference. Each pass reads
+at most as much as all passes before it, while the prefix cache keeps their tokens, so that little of a text that soon
+differs is read in vain. No request decodes before all have read their texts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specrl.rollout.vllm.engine.lifecycle import VllmEngine
 from specrl.rollout.vllm.engine.running import RunningRequest
 
 FIRST = 64
-"""The tokens of a text that are read first."""
+"""The number of a text's tokens in the first pass."""
 Tokens = list[int]
 
 
@@ -28,19 +28,19 @@ def read_ahead(
     begun: Sequence[RunningRequest],
     stop_tokens: Sequence[int],
 ) -> None:
-    """Let requests begin with the texts of their own seeds, as far as these are what they sample.
+    """Begin responses with the texts of their own seeds, as far as the policy samples the same tokens.
 
     Args:
         params: vLLM's `SamplingParams` of each request.
-        texts: By the places of the requests; `begun` has the requests themselves, still without a token.
+        texts: The texts by request index; `begun` holds the requests themselves, still without a token.
     """
     stops, size = frozenset(stop_tokens), FIRST
-    # The last token of a response is what is sampled after the others.
+    # The last token of a response is sampled after the others, so it need not be read.
     texts = {at: text for at, whole in texts.items() if (text := whole[: params[at].max_tokens - 1])}
     while texts:
         parts = {at: text[:size] for at, text in texts.items()}
         read = _read(engine, {at: (prompts[at] + part, params[at]) for at, part in parts.items()}, cached=True)
-        # Responses may begin alike: then a cached prefix of another one holds tokens that are still to be compared.
+        # Responses may begin alike: a cached prefix of another one then holds tokens that are yet to be compared.
         missed = [at for at, part in parts.items() if len(read[at].prompt_picks) < len(part) - len(begun[at].tokens)]
         read |= _read(engine, {at: (prompts[at] + parts[at], params[at]) for at in missed}, cached=False)
         texts = {

@@ -13,16 +13,16 @@ from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 
 PROMPT_LENGTH = "prompt_length"
-"""The key of vLLM's `extra_args` for the length of a prompt, where vLLM's has the beginning of the response, too."""
+"""The key in vLLM's `extra_args` for the prompt's length, where vLLM's prompt includes the start of the response."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request for one response. It has no setting that the sampler cannot honour exactly, such as min_p."""
+    """A request for one response; settings that the sampler cannot honour exactly, such as min_p, are left out."""
 
     prompt_tokens: list[int]
     seed: int
-    """A number in [0, 2^63); together with the position it decides the noise of each token."""
+    """A number in [0, 2^63); with the position it determines the noise of each token."""
     max_tokens: int
     temperature: float
     """The temperature, 0 for greedy decoding, otherwise from `MIN_TEMPERATURE` to `MAX_TEMPERATURE`."""
@@ -33,7 +33,7 @@ class Request:
     """The strings that end the response, as in `sampling.stop`."""
 
     def __post_init__(self) -> None:
-        # Configuration and command line are checked where they are read.
+        # Users' input is checked where configuration and command line are read.
         assert self.prompt_tokens, "prompt_tokens are missing"
         assert 0 <= self.seed < 2**63 and self.max_tokens >= 1, f"seed = {self.seed}, max_tokens = {self.max_tokens}"
         is_sampled = MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
@@ -43,17 +43,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """A response. Its tokens include the stop token, or the one that completes a stop string.
+    """A response. Its tokens include the stop token, or the token that completes a stop string.
 
-    Its text ends with that string, and leaves out special tokens.
+    Its text ends with that string, and omits special tokens.
     """
 
     tokens: list[int]
     logprobs: list[float]
-    """The log-prob of each token, in nats, under the distribution that it was sampled from; 0 for greedy decoding."""
+    """The log-prob of each token, in nats, under the distribution it was sampled from; 0 for greedy decoding."""
     log_kept_mass: list[float] | None
-    """The logarithm of the probability that top-k and top-p left at each token, see `Picked`; None where nothing can be
-    dropped."""
+    """The log of the probability mass kept by top-k and top-p at each token, see `Picked`; None if neither can drop
+    tokens."""
     text: str
     finish_reason: str
     """`stop` after a stop token or string, `length` at max_tokens or `model.max_length`, else `abort`."""
@@ -64,9 +64,9 @@ class Response:
     drafts: Sequence[VerifiedDraft] = field(default=(), repr=False)
     routes: NDArray[Any] | None = field(default=None, repr=False)
     """The experts of each token of prompt and response but the last, [tokens - 1, layers, experts per token]; None
-    where they were not asked for, or the policy has none."""
+    if they were not requested, or the policy has none."""
     turns: Sequence[int] = ()
-    """As `Rollout.turns`, of a conversation; `logprobs` and `log_kept_mass` are then those of the sampled tokens."""
+    """For a conversation, as `Rollout.turns`; `logprobs` and `log_kept_mass` then cover the sampled tokens only."""
 
     @property
     def stats(self) -> SpeculationStats:
@@ -86,7 +86,7 @@ class Generation:
 
 
 def response_seed(run_seed: int, step: int, prompt_id: int, sample: int, turn: int = 0) -> int:
-    """The 63-bit seed of one response, or of a later turn of a conversation, a pure function of the arguments, so that
+    """The 63-bit seed of one response, or of a later turn of a conversation: a pure function of the arguments, so that
     a step can be repeated."""
     values = (run_seed, step, prompt_id, sample, *((turn,) if turn else ()))
     words = b"".join(value.to_bytes(8, "little") for value in values)

@@ -1,6 +1,6 @@
 """Micro-batches: flat rows of tokens without padding, in which the responses to a prompt share one copy of it.
 
-Each response attends to its prompt and, causally, to itself, as if it stood alone behind the prompt (Prefix Grouper,
+Each response attends to its prompt and, causally, to itself, as if it alone followed the prompt (Prefix Grouper,
 arXiv 2506.05433): log-probs and gradients are those of separate sequences, up to the order of sums.
 """
 
@@ -27,11 +27,11 @@ class TokenSequence:
     """The number of leading tokens that are the prompt, at least 1."""
     index: int
     routes: NDArray[Any] | None = None
-    """The experts that the engine sent each token but the last to, [tokens - 1, layers, experts per token]."""
+    """The experts to which the engine routed each token but the last, [tokens - 1, layers, experts per token]."""
     sampled: NDArray[np.bool_] | None = None
-    """For each response token, whether the policy sampled it; None where it sampled all of them."""
+    """For each response token, whether the policy sampled it; None if it sampled all of them."""
     generation_logprobs: NDArray[Any] = field(default_factory=lambda: np.empty(0, np.float32))
-    """The engine's log-prob of each sampled token, of the whole distribution; empty where no loss is computed."""
+    """The engine's log-prob of each sampled token, under the whole distribution; empty if no loss is computed."""
 
     @classmethod
     def of(cls, prompt: Sequence[int], response: Sequence[int], index: int) -> TokenSequence:
@@ -49,12 +49,12 @@ class TokenSequence:
 class MicroBatch:
     """Sequences in one flat row of tokens.
 
-    A prompt stands before its responses, once for all of them. Tokens that only fill the row up to a multiple stand
-    last and belong to no sequence.
+    A prompt precedes its responses, once for all of them. Tokens that only pad the row to a multiple come last and
+    belong to no sequence.
     """
 
     tokens: Tensor
-    """[tokens] int64; 0 where the row is filled up."""
+    """[tokens] int64; 0 in the row's padding."""
     segments: Tensor
     """[segments, 4] int64, in host memory: the places (start, stop, prefix_start, prefix_stop). The tokens from start
     to stop attend causally to each other, and all of them to those of the prefix, which may be empty. Every token is in
@@ -73,11 +73,11 @@ class MicroBatch:
     sampled: Tensor
     """[response tokens] bool, in host memory: whether the policy sampled each of them, sequence by sequence."""
     num_real: int
-    """The number of tokens without those that fill up the row."""
+    """The number of tokens without padding."""
     indices: list[int]
     """The `TokenSequence.index` of each sequence."""
     routes: list[NDArray[Any]] | None = None
-    """The `TokenSequence.routes` of each sequence, in host memory; None where a sequence has none."""
+    """The `TokenSequence.routes` of each sequence, in host memory; None if a sequence has none."""
 
     @property
     def lengths(self) -> Tensor:
@@ -100,11 +100,11 @@ class MicroBatch:
 
     @property
     def num_shared(self) -> int:
-        """The number of tokens that the row would have more if no prompt were shared."""
+        """The number of tokens saved by sharing prompts."""
         return int(self.lengths.sum()) - self.num_real
 
     def places(self) -> Tensor:
-        """The place in the row of each token of each sequence, 0 behind its end: [sequences, longest] on the host."""
+        """The place in the row of each token of each sequence, 0 after its end: [sequences, longest] on the host."""
         prompt, prompt_length, response, _ = (part[:, None] for part in self.spans.unbind(1))
         columns = torch.arange(int(self.lengths.max()) if len(self.spans) else 0)
         found = torch.where(columns < prompt_length, prompt + columns, response + columns - prompt_length)
@@ -124,9 +124,9 @@ def pack(
 ) -> list[MicroBatch]:
     """Lay sequences out in micro-batches of at most `tokens_per_micro_batch` tokens, or of one sequence.
 
-    Sequences with the same prompt share it, unless they do not fit together or are more than `MOST_SHARING`. The
-    longest come first, so that memory peaks at the beginning. With `counts_repeated` a shared prompt counts for each of
-    its responses: a drafter makes an optimizer step on a micro-batch, which sharing must not make larger.
+    Sequences with the same prompt share it, up to `MOST_SHARING` of them that fit together. The longest come first, so
+    that memory peaks at the beginning. With `counts_repeated` a shared prompt counts once for each of its responses:
+    the drafter takes an optimizer step per micro-batch, which sharing must not make larger.
     """
     room = tokens_per_micro_batch - tokens_per_micro_batch % pad_multiple
 
@@ -151,7 +151,7 @@ def pack(
 
 
 def empty_micro_batch(pad_multiple: int = 1) -> MicroBatch:
-    """A micro-batch without a sequence, with which a rank without work takes part in collective passes."""
+    """A micro-batch without sequences, with which a rank without work takes part in collective passes."""
     return _lay_out([], pad_multiple)
 
 
@@ -229,9 +229,8 @@ def _outputs(spans: Tensor, sequences: Sequence[TokenSequence]) -> tuple[Tensor,
 
 
 def rows_of(values: Tensor, places: Tensor) -> Tensor:
-    """`values[places]`, whose backward pass adds up the gradients of a row in a fixed order on every device.
+    """`values[places]`, with a backward pass that adds up the gradients of a row in a fixed order on every device.
 
-    On CPUs the gradient of plain indexing is added up by several threads in no fixed order, on GPUs that of
-    `index_select`.
+    Plain indexing on CPUs and `index_select` on GPUs add up gradients in no fixed order.
     """
     return values[places] if values.is_cuda else values.index_select(0, places)

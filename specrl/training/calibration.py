@@ -1,9 +1,9 @@
 """The choice of the linear layers that stay in BF16, so that FP8 changes the policy's output by at most a budget.
 
-All measurements are on rollouts of the policy itself. First, the divergence of each layer alone in FP8, on a small
-probe, ranks the layers by nats per FLOP. Then a bisection over that ranking, with all other layers in FP8, finds the
-fewest layers in BF16 that hold the budget. Last, the choice is checked on other prompts, and the set grows until it
-holds the budget there too.
+All measurements are on rollouts of the policy itself. First, the divergence with each layer alone in FP8, on a small
+probe, ranks the layers by nats per FLOP. Then a bisection over this ranking finds the fewest layers in BF16, with all
+others in FP8, that meet the budget. Last, the choice is checked on other prompts, and the set grows until it meets the
+budget there too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GROWTH = 1 / 16
 KL_POSITIONS = 640
 """The number of response tokens, of all ranks, on which the divergence is measured: for the choice, and held out."""
 PROBE_POSITIONS, PROBE_SEQUENCES = 64, 2
-"""The numbers of response tokens and of responses that pass once per linear layer; they are responses' beginnings."""
+"""The response tokens and responses passed once per linear layer; the tokens are the responses' beginnings."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The chosen precision of each layer, and what it was chosen by."""
+    """The chosen precision of each layer, and the measurements behind it."""
 
     bf16_layers: list[str]
     kl_all_fp8: float
@@ -89,8 +89,8 @@ def calibration_data(
 ) -> CalibrationData:
     """This data-parallel rank's share of the first `precision.calibration_tokens` tokens of `rollouts`.
 
-    Of a sequence that is longer than `precision.calibration_length`, the end of the response is left out. There are two
-    prompts at least, whatever the number of tokens, and every second one is held out from the choice of layers.
+    Responses are cut off where a sequence exceeds `precision.calibration_length`. There are at least two prompts,
+    whatever the number of tokens, and every second one is held out from the choice of layers.
     """
     shortened = [_shortened(rollout, config.precision.calibration_length) for rollout in rollouts]
     chosen = _within(shortened, config.precision.calibration_tokens, prompts=True, at_least=2)
@@ -115,7 +115,7 @@ def calibration_data(
 
 
 def _within(rollouts: list[Rollout], tokens: int, *, prompts: bool, at_least: int = 1) -> list[Rollout]:
-    """The leading rollouts that fit into `tokens`, the first sample of every prompt before any second one."""
+    """The leading rollouts that fit into `tokens`; every prompt's first sample precedes any second one."""
     chosen: list[Rollout] = []
     for rollout in sorted(rollouts, key=lambda item: (item.sample, item.step, item.prompt_id)):
         tokens -= len(rollout.response_tokens) + (len(rollout.prompt_tokens) if prompts else 0)
@@ -193,13 +193,13 @@ def _measure_kv_scales(
 
 
 def smallest_prefix(size: int, kl_of: Callable[[int], float], budget: float) -> int:
-    """Find by bisection the smallest number of leading layers in BF16 that holds the budget; all `size` of them do."""
+    """Find by bisection the smallest number of leading layers in BF16 that meets the budget; all `size` of them do."""
     return bisect_left(range(size), True, key=lambda count: kl_of(count) <= budget)
 
 
 def grown_prefix(count: int, size: int, kl_of: Callable[[int], float], budget: float) -> int:
-    """`count`, or the larger number of layers that it takes to hold the budget on the data of `kl_of`."""
-    while count < size and not kl_of(count) <= budget:  # NaN holds no budget
+    """`count`, or the larger number of layers needed to meet the budget on the data of `kl_of`."""
+    while count < size and not kl_of(count) <= budget:  # NaN meets no budget
         count = min(size, count + max(1, round(GROWTH * size)))
     return count
 
@@ -209,7 +209,7 @@ def _each_alone(divergence: KlDivergence, names: list[str], on_progress: OnProgr
     for done, name in enumerate(names):
         on_progress(done, len(names), "layers one by one")
         kl = divergence.kl([name])
-        found[name] = math.inf if math.isnan(kl) else kl  # such a layer is the first that stays in BF16
+        found[name] = math.inf if math.isnan(kl) else kl  # such a layer stays in BF16 first
     return found
 
 
@@ -227,7 +227,7 @@ def write_layers(path: Path, rows: list[LayerRow]) -> None:
 
 
 def flops_per_token(policy: Policy) -> dict[str, int]:
-    """The FLOPs of each linear layer, two for each weight; of experts, those of the experts that a token goes to."""
+    """The FLOPs of each linear layer, two per weight; of the experts, only those that a token is routed to count."""
     reader, experts = TensorReader(policy.model_dir), expert_shape_of_model(policy.hf_config)
     flops: dict[str, int] = {}
     for linear in policy.family.linears:
@@ -239,10 +239,10 @@ def flops_per_token(policy: Policy) -> dict[str, int]:
 
 
 class KlDivergence:
-    """Measures KL(all BF16 || some layers FP8), a mean over the trained positions of all ranks' micro-batches.
+    """Measures KL(all BF16 || some layers FP8), averaged over the trained positions of all ranks' micro-batches.
 
     It compares whole distributions and not sampled tokens, so that a few hundred positions suffice. The BF16 log-probs
-    are held in memory: vocabulary x positions x 4 bytes.
+    are kept in memory: vocabulary x positions x 4 bytes.
     """
 
     def __init__(self, policy: Policy, switch: LinearPrecision, batches: list[MicroBatch], ranks: Ranks) -> None:

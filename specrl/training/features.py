@@ -1,4 +1,4 @@
-"""Features: the detached results of the policy's forward pass that the drafter learns from."""
+"""Features: the detached results of the policy's forward pass from which the drafter learns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 NOT_SAMPLED = -1
-"""What `Features.target_top1` has where an environment wrote the next token: nobody drafts or learns that."""
+"""The value of `Features.target_top1` if an environment wrote the next token, which is neither drafted nor learned."""
 PARTS = ("tokens", "mask", "hidden", "targets", "target_top1")
 
 
@@ -23,7 +23,7 @@ class FeatureSpec:
     """int64 `[draft_vocab]`, sorted, on the policy's device: the target ids of the draft vocabulary. It is empty for a
     drafter that has the policy's head, and so can compute the policy's logits itself."""
     as_hidden: bool = False
-    """Whether the targets are the policy's last hidden states and the rows of its head, and not its logits."""
+    """Whether the targets are the policy's last hidden states and the rows of its head instead of its logits."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Features:
     """`[draft_vocab, hidden]`: the rows of the policy's head for the draft vocabulary, as of the same forward pass; all
     micro-batches of the pass share them. None where `targets` are logits."""
     starts: Tensor | None = None
-    """int64 `[batch]`: the position in its sequence of each row's first token; None where all are 0."""
+    """int64 `[batch]`: the position of each row's first token in its sequence; None if all are 0."""
 
     def logits(self, rows: Tensor, columns: Tensor) -> Tensor:
         """The policy's logits on the draft vocabulary at the places `rows`, `columns` `[n]`: `[n, draft_vocab]`."""
@@ -79,15 +79,15 @@ class Features:
 
 
 def sequences(features: Features) -> list[Features]:
-    """One by one and without padding, those sequences of a micro-batch that have something to draft."""
+    """The sequences of a micro-batch that have something to draft, one by one and without padding."""
     masks = [(row, mask) for row, mask in enumerate(features.mask) if int(mask.sum()) >= 2]
     return [features.row(row, int(mask.nonzero()[-1]) + 2) for row, mask in masks]
 
 
 def padded(rows: Sequence[Features]) -> Features:
-    """One micro-batch of single sequences; each stays a row of its own, so that none attends to another.
+    """One micro-batch of single sequences, each in its own row, so that none attends to another.
 
-    All of them have targets of the same kind, and those with hidden states are of the same forward pass.
+    All must have targets of the same kind, and those with hidden states must be from the same forward pass.
     """
     width = max(row.tokens.shape[1] for row in rows)
     assert all(row.head is rows[0].head for row in rows), "a micro-batch has one head"

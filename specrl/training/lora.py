@@ -1,7 +1,7 @@
-"""LoRA (arXiv 2106.09685): each matrix W of a linear layer computes as W + alpha / rank * B A, of which A and B learn.
+"""LoRA (arXiv 2106.09685): each matrix W of a linear layer is replaced by W + alpha / rank * B A; A and B are trained.
 
-The trainer computes with the sum in the compute type, which is what the engine gets. Products with A and B apart would
-keep digits that the engine does not have: it would sample from another policy than the one that is trained.
+The trainer computes with the sum in the compute type, as loaded into the engine. Separate products with A and B would
+keep digits that the engine lacks: it would sample from another policy than the trained one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from specrl.data.problems import derive_seed
 from specrl.models.hf_io import write_tensors
 
 DOWN, UP = "lora_A.weight", "lora_B.weight"
-"""How PEFT calls A, [rank, in], and B, [out, rank], below the module that they belong to."""
+"""PEFT's names of A, [rank, in], and B, [out, rank], below their module."""
 FOLDER = "adapter"
-"""The folder beside a policy's that has its adapters, as PEFT reads them."""
+"""The folder of a policy's adapters in PEFT's format, beside the policy's folder."""
 
 
 class LowRankUpdate(nn.Module):
-    """A parametrisation of a weight that Megatron has fused from several matrices, each with adapters of its own."""
+    """A parametrisation of a weight that Megatron fuses from several matrices, each with its own adapters."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class LowRankUpdate(nn.Module):
 
 
 def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """An adapter before training, whole: B is 0, and A is drawn as by PEFT, with a seed of its own for each name."""
+    """A whole adapter before training: B is 0, and A is drawn as in PEFT, with a separate seed for each name."""
     if name.endswith(UP):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(derive_seed(seed, name))
@@ -54,7 +54,7 @@ def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 def merged(
     weights: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor], scale: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole Hugging Face tensors with their adapters, where they have any."""
+    """Yield whole Hugging Face tensors with their adapters, if any, merged in."""
     for name, weight in weights:
         module = name.removesuffix("weight")
         if module + DOWN in adapters:
@@ -65,7 +65,7 @@ def merged(
 
 
 def write_adapter(directory: Path, base_dir: Path, config: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Write adapters as PEFT does, given by their names in the model; `adapter_config.json` comes last."""
+    """Write adapters, given by their names in the model, as PEFT does; `adapter_config.json` comes last."""
     directory.mkdir(parents=True, exist_ok=True)
     write_tensors(
         directory / "adapter_model.safetensors", {f"base_model.model.{name}": t for name, t in tensors.items()}

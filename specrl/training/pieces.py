@@ -1,7 +1,7 @@
-"""Rectangles of named tensors, by which the shards of one layout find what they need in the shards of another.
+"""Rectangles of named tensors, with which the shards of one layout are found in the shards of another.
 
-A rank's share of a parameter is a range of the flattened matrix that it holds, and that matrix is made of rows of
-Hugging Face tensors. In terms of those tensors the range is a list of rectangles, whatever the layout.
+A rank's share of a parameter is a range of the flattened matrix that it holds, and this matrix consists of rows of
+Hugging Face tensors. In terms of these tensors the range is a list of rectangles, whatever the layout.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 MASTER = "master"
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")
-"""What is stored of every element of the policy: its FP32 master weight and Adam's two moments."""
+"""The stored values of every element of the policy: its FP32 master weight and Adam's two moments."""
 REFERENCE = "reference"
-"""What is stored beside them of a reference that is renewed: its parameters, as FP32."""
+"""The name under which a renewed reference's parameters are stored beside them, in FP32."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a tensor, under the tensor's Hugging Face name; a vector is a matrix with one column."""
+    """A rectangle of a tensor, by its Hugging Face name; a vector is a matrix with one column."""
 
     tensor: str
     rows: tuple[int, int]
@@ -41,7 +41,7 @@ class Piece:
         return Piece(self.tensor, rows, columns) if rows[0] < rows[1] and columns[0] < columns[1] else None
 
     def inside(self, outer: Piece) -> tuple[slice, slice]:
-        """The rows and columns of this rectangle, counted from the corner of one that contains it."""
+        """The rows and columns of this rectangle relative to the corner of one that contains it."""
         row, column = outer.rows[0], outer.columns[0]
         return slice(self.rows[0] - row, self.rows[1] - row), slice(self.columns[0] - column, self.columns[1] - column)
 
@@ -53,7 +53,7 @@ def stored_name(kind: str, piece: Piece) -> str:
 
 @dataclass(frozen=True)
 class Band:
-    """Whole rows of a rank's matrix, which are a rectangle of one Hugging Face tensor."""
+    """Whole rows of a rank's matrix that form a rectangle of one Hugging Face tensor."""
 
     first: int
     piece: Piece
@@ -61,20 +61,20 @@ class Band:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank holds of one parameter: the same elements of its master weight and of its optimizer's moments."""
+    """A rank's share of one parameter: the same elements of the master weight and of the optimizer's moments."""
 
     pieces: tuple[Piece, ...]
     state: Mapping[str, Tensor]
     """Flat FP32 tensors by their name in `KINDS`, and `REFERENCE` where there is one; their elements are those of the
     pieces, in order."""
     is_written: bool
-    """Whether this rank writes it to checkpoints; other ranks may have a copy of the same."""
+    """Whether this rank writes it to checkpoints; other ranks may hold a copy."""
 
 
 def cut(bands: Iterable[Band], start: int, stop: int) -> list[Piece]:
-    """The rectangles that hold the elements `start` to `stop - 1` of a rank's flattened matrix, in their order.
+    """The rectangles that hold the elements `start` to `stop - 1` of a rank's flattened matrix, in order.
 
-    Rows behind the last band are padding.
+    Rows after the last band are padding.
     """
     found: list[Piece] = []
     for band in bands:

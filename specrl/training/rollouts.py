@@ -1,4 +1,4 @@
-"""The rollouts of a step over all ranks: every rank knows their numbers, and holds the tokens of its own alone."""
+"""The rollouts of a step over all ranks: every rank knows their scalars, but holds only its own tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from specrl.schemas import Rollout
 
 @dataclass
 class RolloutBatch:
-    """What a rank knows of the rollouts that all ranks generated; entry i of each array is about rollout i.
+    """A rank's knowledge of the rollouts that all ranks generated; entry i of each array belongs to rollout i.
 
-    All is the same on every rank but `held`.
+    Everything but `held` is the same on every rank.
     """
 
     prompt_ids: NDArray[np.int64]
@@ -27,22 +27,22 @@ class RolloutBatch:
     engines: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64]
     response_lengths: NDArray[np.int64]
-    """The numbers of sampled tokens; what an environment wrote in between is counted in `environment_lengths`."""
+    """The numbers of sampled tokens; an environment's tokens are counted in `environment_lengths`."""
     environment_lengths: NDArray[np.int64]
     num_turns: NDArray[np.int64]
     rewards: NDArray[np.float64]
     reward_parts: dict[str, NDArray[np.float64]]
-    """The parts of the rewards by their names, before weights; empty where there are none."""
+    """The parts of the rewards by name, before weighting; empty if there are none."""
     truncated: NDArray[np.bool_]
     advantages: NDArray[np.float64]
     """The advantages, 0 until `assign_advantages` has set them."""
     kl: NDArray[np.float64]
     """The sum of the estimates of KL(policy || reference) over each response; 0 unless `train.kl_in` is `reward`."""
     in_loss: NDArray[np.bool_]
-    """Whether the loss is a mean over the rollout's tokens, too; `assign_advantages` leaves some out."""
+    """Whether the loss averages over the rollout's tokens too; `assign_advantages` leaves some rollouts out."""
     engine_size: int
     held: dict[int, Rollout]
-    """The rollouts that this rank's engine generated, by their number, which ascends."""
+    """The rollouts that this rank's engine generated, by number, ascending."""
 
     @classmethod
     def gather(
@@ -54,10 +54,10 @@ class RolloutBatch:
         prompt_places: Mapping[int, int] | None = None,
         part_names: Sequence[str] = (),
     ) -> RolloutBatch:
-        """Gather the numbers of the rollouts of all engines, of `engine_size` ranks each (collective).
+        """Gather the scalars of all engines' rollouts (collective); each engine has `engine_size` ranks.
 
-        They are in the order of `prompt_places`, by the prompt's id, or else of the ranks; an engine's first rank
-        speaks. `part_names` are those of `data.reward`.
+        They are ordered by `prompt_places`, which is by prompt id, or else by rank; an engine's first rank contributes
+        its rollouts. `part_names` are those of `data.reward`.
         """
         speaks = ranks.rank % engine_size == 0
         own = rollouts if speaks else []
@@ -68,7 +68,7 @@ class RolloutBatch:
             places = np.array([prompt_places[prompt] for prompt in columns["prompt_ids"].tolist()], np.int64)
             order = np.lexsort((columns["samples"], places))
         engines = origin[order] // engine_size
-        # The rows of an engine were gathered in its own order, which `order` then changed.
+        # An engine's rows were gathered in its own order, which `order` then changed.
         gathered = np.flatnonzero(origin // engine_size == ranks.rank // engine_size)
         number_of = np.argsort(order)[gathered]
         held = {int(number): rollout for number, rollout in zip(number_of, rollouts, strict=True)}
@@ -91,7 +91,7 @@ class RolloutBatch:
         return self.prompt_lengths + self.response_lengths + self.environment_lengths
 
     def groups(self, numbers: Iterable[int]) -> list[list[int]]:
-        """These rollouts, by number, with those to the same prompt together."""
+        """These rollouts, by number, grouped by prompt."""
         found: dict[int, list[int]] = {}
         for number in numbers:
             found.setdefault(int(self.prompt_ids[number]), []).append(number)
@@ -101,7 +101,7 @@ class RolloutBatch:
         return list(self.held.values()) if ranks.rank % self.engine_size == 0 else []
 
     def with_signal(self, config: Config) -> NDArray[np.int64]:
-        """The prompts whose responses differ in reward, or in a part of it where `train.advantage` takes parts."""
+        """The prompts whose responses differ in reward, or in a part of it if `train.advantage` uses parts."""
         columns = [self.rewards]
         if self.reward_parts and ADVANTAGES.find(config.train.advantage.name).of_parts:
             weighted = zip(config.data.part_weights, self.reward_parts.values(), strict=True)
@@ -110,19 +110,19 @@ class RolloutBatch:
         return np.unique(np.array([prompt for found in groups for prompt in found], np.int64))
 
     def num_missing(self, config: Config) -> int:
-        """The number of groups that dynamic sampling would drop and ask other prompts for."""
+        """The number of groups that dynamic sampling would drop and replace by other prompts."""
         return config.train.prompts_per_step - len(self.with_signal(config))
 
     def penalties(self, config: Config) -> NDArray[np.float64]:
-        """The soft overlong punishment of each rollout; an environment's words count, as they do for the bound."""
+        """The soft overlong punishment of each rollout; an environment's tokens count, as for the limit."""
         longest, window = config.sampling.max_response_tokens, config.train.overlong_window
         return overlong_penalties(self.response_lengths + self.environment_lengths, longest, window)
 
     def assign_advantages(self, config: Config) -> None:
         """Set the advantage of every rollout from the rewards of its group, the rollouts of the same prompt.
 
-        With dynamic sampling the step's batch is what the groups with signal are, and if there are too few of them the
-        first ones that were dropped, which stay without signal. Other rollouts have an advantage of 0.
+        With dynamic sampling the step's batch consists of the groups with signal and, if they are too few, of the first
+        of the dropped groups, which have no signal. Other rollouts have an advantage of 0.
         """
         train, in_batch = config.train, np.ones(len(self), np.bool_)
         rewards = self.rewards + self.penalties(config) - train.kl_coef * self.kl
@@ -141,7 +141,7 @@ class RolloutBatch:
             rollout.advantage = float(self.advantages[number])
 
     def homes(self) -> NDArray[np.int64]:
-        """One of the ranks that hold each rollout: the ranks of an engine take its rollouts in turn."""
+        """One rank that holds each rollout: an engine's rollouts are assigned to its ranks in turn."""
         found = self.first_ranks()
         for engine in range(int(self.engines.max(initial=-1)) + 1):
             own = self.engines == engine
@@ -154,15 +154,15 @@ class RolloutBatch:
     def deliver(
         self, ranks: Ranks, columns: Mapping[str, Ragged], wanted: Sequence[NDArray[np.int64]]
     ) -> dict[str, Ragged]:
-        """Send rows of the rollouts in `held` to the ranks that want them, by their numbers (collective)."""
+        """Send rows of the rollouts in `held` to the ranks that want them, by rollout number (collective)."""
         held = [np.flatnonzero(self.engines == rank // self.engine_size) for rank in range(ranks.world_size)]
         return deliver(ranks, columns, Route(self.first_ranks(), wanted, held))
 
 
 def overlong_penalties(lengths: NDArray[np.int64], longest: int, window: float) -> NDArray[np.float64]:
-    """What is added to the rewards of responses near their length limit (DAPO, arXiv 2503.14476, equation 13).
+    """The penalty added to the rewards of responses near their length limit (DAPO, arXiv 2503.14476, equation 13).
 
-    It falls linearly from 0 to -1 over the last tokens before `longest`, the share `window` of that; 0 punishes none.
+    It falls linearly from 0 to -1 over the last `window * longest` tokens before `longest`; 0 disables it.
     """
     punished = max(1, round(window * longest))
     return np.clip((longest - punished - lengths) / punished, -1.0, 0.0) if window else np.zeros(len(lengths))

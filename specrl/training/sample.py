@@ -1,4 +1,4 @@
-"""Which sequences of a step the drafter learns from: an even sample by length, where all of them are too many."""
+"""The sequences of a step from which the drafter learns: an even sample by length if all of them are too many."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from specrl.training.features import Features, Window, padded
 LARGEST_PART = 1 / 8
 """The largest part of the budget that one sequence may take, so that a few long ones do not use it up."""
 MIN_WINDOW = 256
-"""The tokens of a sequence that are kept whatever the budget is."""
+"""The tokens of a sequence that are kept whatever the budget."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the drafter learns from: which parts of which sequences, and which of them together.
+    """The sequences, or parts of them, from which the drafter learns, and their grouping.
 
     It is the same on all ranks that hold the policy together, and divides the rows of each group among them.
     """
@@ -26,19 +26,19 @@ class Sample:
     groups: tuple[tuple[int, ...], ...]
     """The sequences of each of the drafter's micro-batches, by `TokenSequence.index`."""
     windows: dict[int, Window]
-    """The part that is kept of each of these sequences, by the same number."""
+    """The part kept of each of these sequences, by the same index."""
     is_whole: bool
     """Whether the groups are the policy's own micro-batches, with nothing left out."""
 
     @property
     def kept(self) -> dict[int, Window] | None:
-        """The windows that `Policy` is to keep; None where every rank keeps all features."""
+        """The windows for `Policy` to keep; None if every rank keeps all features."""
         return None if self.is_whole and not any(window.owner for window in self.windows.values()) else self.windows
 
     def arrange(
         self, features: list[Features], batches: Iterable[MicroBatch], model_rank: int
     ) -> list[Features | None]:
-        """The features of each group, None for a group of which this rank keeps no row; the list of them is emptied."""
+        """The features of each group, None for a group of which this rank keeps no row; empties the given list."""
         own = [
             [index for index in batch.indices if index in self.windows and self.windows[index].owner == model_rank]
             for batch in batches
@@ -58,16 +58,16 @@ class Sample:
 
 
 def even_sample(lengths: Sequence[int], offset: float, fits: Callable[[Sequence[int]], bool]) -> list[int]:
-    """Which items to take so that the sample's lengths are spread as those of all items are, the longest first.
+    """The indices of a sample whose lengths are distributed like those of all items, the longest first.
 
-    The items are sorted by length and taken at equal distances, from `offset` of the first distance on (a systematic
-    sample): each is as likely as any other, and every range of lengths has its share, up to one item. One is taken even
-    if it does not fit.
+    Items sorted by length are taken at equal distances, starting at the fraction `offset` of the first distance (a
+    systematic sample): all are equally likely, and every range of lengths is represented in proportion, up to one item.
+    At least one item is taken, even if it does not fit.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
     def take(count: int) -> list[int]:
-        last = len(order) - 1  # which an offset next to 1 would round beyond
+        last = len(order) - 1  # an offset close to 1 could round beyond it
         return [order[min(int((number + offset) * len(order) / count), last)] for number in range(count)]
 
     if fits(order):
@@ -76,12 +76,12 @@ def even_sample(lengths: Sequence[int], offset: float, fits: Callable[[Sequence[
 
 
 def feature_area(batch: MicroBatch) -> int:
-    """The number of places in the features of a micro-batch, whose rows are padded to the longest sequence."""
+    """The number of positions in a micro-batch's features, whose rows are padded to the longest sequence."""
     return len(batch.indices) * int(batch.lengths.max()) if batch.indices else 0
 
 
 def whole_sample(batches: Iterable[MicroBatch], owners: int) -> Sample:
-    """The sample that leaves nothing out, for `owners` ranks that share the work; its groups are the micro-batches."""
+    """The sample of everything, for `owners` ranks that share the work; its groups are the micro-batches."""
     groups: list[tuple[int, ...]] = []
     windows: dict[int, Window] = {}
     for batch in batches:
@@ -94,15 +94,15 @@ def whole_sample(batches: Iterable[MicroBatch], owners: int) -> Sample:
 def sample_sequences(
     parts: Sequence[Sequence[MicroBatch]], *, max_tokens: int, tokens_per_micro_batch: int, owners: int, seed: int
 ) -> Sample:
-    """What the drafter learns from in a step, of the sequences of one data-parallel rank.
+    """The sample of one data-parallel rank's sequences from which the drafter learns in a step.
 
-    That is everything if it fits `max_tokens`, padding included. Otherwise it is an even sample of the sequences by
-    length and, of those that are longer than `LARGEST_PART` of that, a window of that length at a random place.
+    It is everything if that fits `max_tokens`, padding included. Otherwise it is an even sample of the sequences by
+    length; those longer than `LARGEST_PART` of that limit are cut to a window of this length at a random place.
     Sequences of different `parts`, the updates of the step, are not grouped.
     """
     batches = [batch for part in parts for batch in part]
     areas = [feature_area(batch) for batch in batches]
-    # A micro-batch in which prompts are shared may have more responses than a step of the drafter is to learn from.
+    # A micro-batch with shared prompts may have more responses than the drafter should learn from in one step.
     fit = all(
         area <= tokens_per_micro_batch or len(batch.indices) == 1 for area, batch in zip(areas, batches, strict=True)
     )
@@ -129,7 +129,7 @@ def sample_sequences(
 
 
 def by_length(items: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cut items, of which the longest come first, into groups of as many as fit a padded area, at least one."""
+    """Cut items, the longest first, into groups of as many as fit a padded area, at least one each."""
     groups: list[list[int]] = []
     for item in items:
         if not groups or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > max_tokens:

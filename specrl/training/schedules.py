@@ -8,9 +8,9 @@ from specrl.config.training import LrDecay
 
 
 def lr_factor(step: float, num_steps: int, *, decay: LrDecay, warmup_steps: int, final_fraction: float) -> float:
-    """The factor of the peak learning rate at a step: a linear warm-up times a decay over all steps.
+    """The factor on the peak learning rate at a step: a linear warm-up times a decay over all steps.
 
-    The step counts from 0 and may lie between two; beyond the last one the decay stays where it ended.
+    Steps count from 0 and may be fractional; beyond the last one the decay keeps its final value.
     """
     warmup = min(1.0, (step + 1) / max(1, warmup_steps))
     step = min(step, num_steps)

@@ -1,4 +1,4 @@
-"""Which rank trains on which rollouts; their tokens go there, and log-probs come back to where they are written."""
+"""Which rank trains on which rollouts: tokens are sent there, and log-probs return to the rank that writes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 
 Rows = dict[int, NDArray[np.float32]]
-"""A value for each sampled token, by the number of the rollout."""
+"""A value for each sampled token, by rollout number."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class TrainingShares:
     computes_loss: NDArray[np.bool_]
     """By rank: whether it is on the last pipeline stage, where log-probs are computed and compared."""
     is_first_shard: NDArray[np.bool_]
-    """By rank: whether it is the first of the tensor-parallel ranks, which all have the same log-probs."""
+    """By rank: whether it is the first tensor-parallel rank; all of them have the same log-probs."""
 
     @classmethod
     def of(cls, policy: Policy, rollouts: RolloutBatch, parts: Sequence[list[int]]) -> TrainingShares:
-        """Deal each update's rollouts, by number, in shares of about equal work; most stay where they are (collective).
+        """Deal each update's rollouts, by number, into shares of about equal work, moving few of them (collective).
 
-        The responses to a prompt go together, so that they share it, unless that leaves some rank with more to do.
+        The responses to a prompt stay together, so that they share it, unless some rank would then have more to do.
         """
         own = [policy.dp_rank, policy.pp_rank == policy.pp_size - 1, policy.tp_rank == 0]
         layout = gather_rows(policy.ranks, np.array(own, np.int64))
@@ -58,7 +58,7 @@ class TrainingShares:
     ) -> dict[int, TokenSequence]:
         """Send each rollout's tokens, and routes of this type and shape, to the ranks that train on it (collective).
 
-        The engine's log-probs go to the ranks that compute the loss. What comes back are this rank's, by their numbers.
+        The engine's log-probs go to the ranks that compute the loss. Returns this rank's rollouts by number.
         """
         held = list(rollouts.held.values())
         trained = [self._trained_by(rank) for rank in range(self.ranks.world_size)]
@@ -83,7 +83,7 @@ class TrainingShares:
         }
 
     def return_logprobs(self, rollouts: RolloutBatch, found: Rows) -> None:
-        """Give rollouts the `policy_logprobs` that were found, where they are written (collective)."""
+        """Set the computed `policy_logprobs` of rollouts on the ranks that write them (collective)."""
         everyone = range(self.ranks.world_size)
         held = [self._trained_by(rank) if self.computes_loss[rank] else _NONE for rank in everyone]
         sender = np.full(len(rollouts), -1, np.int64)
@@ -116,10 +116,10 @@ def _sequence(number: int, row: Mapping[str, NDArray[Any]]) -> TokenSequence:
 def deal_groups(
     rollouts: RolloutBatch, numbers: Sequence[int], homes: NDArray[np.int64], num_shares: int
 ) -> list[list[int]]:
-    """Deal rollouts in shares of nearly equal numbers of tokens to compute, a shared prompt counted once.
+    """Deal rollouts into shares with nearly equal numbers of tokens to compute; a shared prompt counts once.
 
-    Groups stay whole if no finer division makes the largest share smaller. `homes` is the share that each is in
-    already.
+    Groups stay whole if no finer division makes the largest share smaller. `homes` is the share in which each rollout
+    already is.
     """
     groups = rollouts.groups(numbers)
     best: list[list[int]] = [[] for _ in range(num_shares)]

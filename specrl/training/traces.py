@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def traced(step: int, steps: Sequence[int], folder: Path, rank: int) -> Iterator[None]:
-    """Write `step=NNNNNN-rank=NNNNN.json.gz` of the block to a folder if `step` is one of `steps`."""
+    """Write a trace of the block, `step=NNNNNN-rank=NNNNN.json.gz`, to a folder if `step` is one of `steps`."""
     if step not in steps:
         yield
         return

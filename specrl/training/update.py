@@ -1,4 +1,4 @@
-"""The policy update from scored rollouts: which rank trains on what, the loss, and the log-probs that come back."""
+"""The policy update from scored rollouts: which rank trains on what, the loss, and the resulting log-probs."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class PolicyUpdate:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss of all updates of a step, a `LossFn` that looks up what it needs of each sequence of a micro-batch."""
+    """The loss of all updates of a step: a `LossFn` that looks up the data of each sequence in a micro-batch."""
 
     config: TrainConfig
     own: Mapping[int, TokenSequence]
     """The rollouts that this rank trains on, by their numbers."""
     advantages: NDArray[np.float64]
     num_tokens: float
-    """What the loss of an update is divided by, the same on all ranks."""
+    """The divisor of an update's loss, the same on all ranks."""
     weights: NDArray[np.float64] | None = None
-    """Those of `response_weights`."""
+    """The factors of `response_weights`."""
     old: Rows = field(default_factory=dict)
     """Log-probs before the first of several updates; empty with a single update."""
     reference: Rows = field(default_factory=dict)
@@ -103,11 +103,11 @@ def update_policy(
 ) -> PolicyUpdate:
     """Train the policy on the groups that carry signal (collective).
 
-    With `updates_per_step = 1` the forward pass of the update is the log-prob pass. The rollouts trained on are given
-    their `policy_logprobs`, under the policy that sampled them, on the rank that writes them.
+    With `updates_per_step = 1` the forward pass of the update is also the log-prob pass. The trained rollouts get their
+    `policy_logprobs`, under the policy that sampled them, on the rank that writes them.
 
     Args:
-        teacher: The frozen policy of `train.teacher`, laid out over the ranks as the policy is.
+        teacher: The frozen policy of `train.teacher`, with the same layout over the ranks as the policy.
     """
     started = time.perf_counter()
     in_reward = config.train.kl_coef and config.train.kl_in == "reward"
@@ -120,13 +120,13 @@ def update_policy(
     own = shares.deliver(rollouts, (experts.route_type, (layers, experts.per_token)) if experts is not None else None)
     batches = [_micro_batches(policy, own, shares.own(update), config) for update in range(len(parts))]
     started = time.perf_counter()
-    routes = policy.routing  # what the pass under the policy that sampled says of them counts
+    routes = policy.routing  # measured in the pass under the policy that sampled
     if routes is not None:
         routes.clear()
     old = _logprob_pass(policy, batches, config) if len(parts) > 1 else {}
     routing = routes.disagreement() if routes is not None and len(parts) > 1 else {}
-    # Groups without signal count too, or the few groups of a step with little signal would move the policy as far as
-    # many: leaving them out saves time, and changes nothing.
+    # Groups without signal count too: otherwise the few groups of a step with little signal would move the policy as
+    # far as many do. Leaving them out saves time, and changes nothing.
     num_tokens = int(rollouts.response_lengths[rollouts.in_loss].sum()) / config.train.updates_per_step
     weights = _response_weights(rollouts, config)
     reference = _reference_logprobs(policy, batches, config) if config.train.penalises_tokens else {}
@@ -155,14 +155,14 @@ def update_policy(
 
 
 def _penalise_rewards(policy: Policy, rollouts: RolloutBatch, config: Config) -> float:
-    """Assign advantages by rewards without `train.kl_coef` times each response's KL divergence (collective).
+    """Assign advantages by rewards minus `train.kl_coef` times each response's KL divergence (collective).
 
-    The policy's log-probs are the engine's, of the policy that sampled. TRL's RLOO subtracts the same sum, of k1.
+    The policy's log-probs are the engine's, under the policy that sampled. TRL's RLOO subtracts the same sum, of k1.
 
     Returns:
         The mean of the estimates.
     """
-    of_batch = np.isin(rollouts.prompt_ids, rollouts.prompt_ids[rollouts.in_loss])  # those that were cut off, too
+    of_batch = np.isin(rollouts.prompt_ids, rollouts.prompt_ids[rollouts.in_loss])  # truncated responses too
     shares = TrainingShares.of(policy, rollouts, [np.flatnonzero(of_batch).tolist()])
     own = shares.deliver(rollouts)
     reference = _reference_logprobs(policy, [_micro_batches(policy, own, shares.own(0), config)], config)
@@ -188,10 +188,10 @@ def _response_weights(rollouts: RolloutBatch, config: Config) -> NDArray[np.floa
 
 
 def _packing(policy: Policy, batches: list[list[MicroBatch]]) -> dict[str, float]:
-    """How much of the policy's passes is padding, and how much sharing prompts saves (collective).
+    """How much of the policy's passes is padding, and how much shared prompts save (collective).
 
     `real_token_share` is the share of the computed tokens that belong to a sequence, and `shared_token_share` the share
-    of the sequences' tokens that are not computed, because another sequence shares its prompt.
+    of the sequences' tokens that need not be computed, because another sequence has the same prompt.
     """
     own = [batch for part in batches for batch in part]
     counts = [(len(batch.tokens), batch.num_real, batch.num_shared) for batch in own]
@@ -211,9 +211,9 @@ def _sample(policy: Policy, own: list[list[MicroBatch]], config: Config, step: i
 
 
 def align(rows: Sequence[ArrayLike], mask: Tensor, num_tokens: int) -> Tensor:
-    """Spread each sequence's values over the `num_tokens` True places of its row of `mask`, and zeros elsewhere.
+    """Spread each sequence's values over the True places of its row of `mask`, `num_tokens` in all; zeros elsewhere.
 
-    The number is given, because a mask on a GPU would have to be waited for.
+    The number is given because counting on the GPU would make the host wait.
     """
     flat = torch.from_numpy(_joined(rows)).to(mask.device)
     assert len(flat) == num_tokens, "one value per response token"
@@ -231,8 +231,8 @@ def _joined(rows: Sequence[ArrayLike]) -> NDArray[np.float32]:
 def trained_rollouts(rollouts: RolloutBatch, config: TrainConfig) -> list[int]:
     """Choose the rollouts to train on: those in the loss, without the groups in which all advantages are 0.
 
-    A response of advantage 0 in a group with signal stays: it is one of the tokens that the loss is a mean over, the
-    mismatch is measured on, and the drafter learns from.
+    A response with advantage 0 in a group with signal stays: the mean of the loss, the mismatch and the drafter's
+    training include its tokens.
     """
     chosen = rollouts.in_loss
     if config.leaves_groups_out:
@@ -242,7 +242,7 @@ def trained_rollouts(rollouts: RolloutBatch, config: TrainConfig) -> list[int]:
 
 
 def learning_rate(config: Config, step: int, update: int) -> float:
-    """The policy's learning rate in one of a step's updates, which goes by RL steps, whatever was left out of them."""
+    """The policy's learning rate in one of a step's updates; it follows RL steps, whatever these left out."""
     policy, train = config.policy, config.train
     factor = lr_factor(
         step + update / train.updates_per_step,
@@ -255,7 +255,7 @@ def learning_rate(config: Config, step: int, update: int) -> float:
 
 
 def _split_by_group(rollouts: RolloutBatch, chosen: list[int], parts: int) -> list[list[int]]:
-    """Deal the chosen rollouts in parts whose numbers of groups differ by at most one; none is empty."""
+    """Deal the chosen rollouts into nonempty parts whose numbers of groups differ by at most one."""
     groups = rollouts.groups(chosen)
     dealt = (groups[part::parts] for part in range(min(parts, len(groups))))
     return [[number for group in part for number in group] for part in dealt]
@@ -292,7 +292,7 @@ def _run_updates(
 
 
 def _means(results: list[dict[str, float]], per_token: float) -> dict[str, float]:
-    """The means over the updates, and over their tokens by what the sums were divided by, per trained token."""
+    """The means over the updates; sums over tokens are first rescaled by `per_token` to means per trained token."""
     names = dict.fromkeys(chain.from_iterable(results))
     sums = {name: sum(result.get(name, 0.0) for result in results) for name in names}
     return {name: total / len(results) if name in OF_UPDATES else total * per_token for name, total in sums.items()}
@@ -318,5 +318,5 @@ def _reference_logprobs(policy: Policy, batches: list[list[MicroBatch]], config:
 
 
 def _unrouted(batches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
-    # Tokens go to the experts that another policy, the reference or the teacher, chooses itself.
+    # Another policy, the reference or the teacher, routes tokens to the experts that it chooses itself.
     return [[replace(batch, routes=None) for batch in part] for part in batches]

@@ -1,4 +1,4 @@
-"""A short supervised pass over demonstrations, so that a model that solves nothing yet earns its first rewards."""
+"""A short supervised pass over demonstrations, so that a model that solves nothing yet can earn first rewards."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def warm_start(
 
 
 def demonstration_sequences(source: PromptSource, config: Config) -> list[TokenSequence]:
-    """Demonstrations as tokens, each response ended with the end-of-sequence token.
+    """Demonstrations as tokens; each response ends with the end-of-sequence token.
 
-    Those longer than `sampling.max_response_tokens` are left out: sampling would cut them off before their answer.
+    Responses longer than `sampling.max_response_tokens` are left out: sampling would cut them off before the answer.
     """
     sequences: list[TokenSequence] = []
     for prompt, response in source.demonstrations(config.warm_start.num_examples):

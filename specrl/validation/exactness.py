@@ -1,4 +1,4 @@
-"""Exactness on the real policy: speculative responses are the plain ones, token for token, sampled and greedy."""
+"""Exactness on the real policy: speculative responses equal plain ones, token for token, sampled and greedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Request
 from specrl.rollout.sampling.recorder import Recorder
 
-SMALL_BATCH, NOISE_REQUESTS = 4, 8  # batch and requests by which the noise of plain decoding is measured
+SMALL_BATCH, NOISE_REQUESTS = 4, 8  # batch size and requests for measuring the noise of plain decoding
 Tokens = tuple[int, ...]
 
 
@@ -19,7 +19,7 @@ class ExactnessError(RuntimeError):
 
 
 def exactness_metrics(found: ExactnessResult) -> dict[str, float]:
-    """The figures of a comparison under their names in MLflow."""
+    """The results of a comparison under their names in MLflow."""
     per_1000 = [1000 * way.num_differences / max(1, way.num_tokens) for way in (found.sampled, found.greedy)]
     return {
         "validate/differences_per_1000_tokens": per_1000[0],
@@ -31,7 +31,7 @@ def exactness_metrics(found: ExactnessResult) -> dict[str, float]:
 
 
 def check(found: ExactnessResult) -> None:
-    """Raise ExactnessError if near-ties do not explain all differences, naming the figure and its limit."""
+    """Raise ExactnessError if near-ties do not explain all differences, naming the value and its limit."""
     for name, way in (("sampled", found.sampled), ("greedy", found.greedy)):
         if way.num_unexplained:
             raise ExactnessError(
@@ -43,7 +43,7 @@ def check(found: ExactnessResult) -> None:
 def measure_exactness(engine: Engine, requests: list[Request], k: int) -> ExactnessResult:
     """Compare speculative generation, with drafts of up to `k` tokens, with plain generation.
 
-    The noise of plain decoding is measured only where tokens differ, since nothing else has to be explained by it.
+    The noise of plain decoding is measured only if tokens differ, since it is only needed to explain differences.
     """
     requests = [replace(request, top_p=1.0, top_k=0) for request in requests]  # see `near_ties`
     ways = requests, [replace(request, temperature=0.0) for request in requests]
@@ -61,7 +61,7 @@ def measure_exactness(engine: Engine, requests: list[Request], k: int) -> Exactn
 
 
 def exactness_of(sampled: Comparison, greedy: Comparison, noise: float, drafts: SpeculationStats) -> ExactnessResult:
-    """Sum up two comparisons, which say much where some drafts were accepted and some rejected."""
+    """Sum up two comparisons, which are conclusive only if some drafts were accepted and some rejected."""
     return ExactnessResult(
         num_draft_tokens=drafts.num_draft_tokens,
         num_accepted_tokens=drafts.num_accepted_tokens,
@@ -83,8 +83,8 @@ def _counts(found: Comparison, noise: float) -> ParityCounts:
 
 
 def noise_of_shapes(engine: Engine, requests: list[Request], plain: list[Trace], k: int) -> float:
-    """Measure how far `plain` decoding differs between batch sizes, up to one with as many rows as verification, and
-    from passes over the same text."""
+    """Measure how far `plain` decoding differs between batch sizes, up to as many rows as in verification, and from
+    passes over the same text."""
     few = requests[:NOISE_REQUESTS]
     small = measure_noise(plain[: len(few)], traces(engine, few, min(SMALL_BATCH, max(1, len(few) // 2)), 0))
     rows = min(len(requests) * (k + 1), engine.config.engine.max_num_seqs)
@@ -105,9 +105,9 @@ def noise_of_shapes(engine: Engine, requests: list[Request], plain: list[Trace],
 def texts_to_replay(
     requests: list[Request], plain: list[Trace]
 ) -> tuple[dict[Tokens, list[list[int]]], dict[Tokens, list[int]]]:
-    """Make text to replay of what plain decoding gave, by prompt, with one wrong token for every second prompt.
+    """Turn the results of plain decoding into text to replay, by prompt, with one wrong token in every second text.
 
-    The seeds of one half are known, so that their texts are read ahead.
+    Half of the texts have known seeds, so that they are read ahead.
     """
     texts: dict[Tokens, list[list[int]]] = {}
     seeds: dict[Tokens, list[int]] = {}
@@ -126,7 +126,7 @@ def _tokens(trace: Trace) -> list[int]:
 
 
 def traces(engine: Engine, requests: list[Request], batch: int, k: int) -> list[Trace]:
-    """Answer requests, `batch` at a time with drafts of up to `k` tokens, and record what was picked for each."""
+    """Answer requests, `batch` at a time with drafts of up to `k` tokens, and record the picks of each."""
     return recorded(engine, requests, batch, k)[0]
 
 

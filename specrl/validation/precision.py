@@ -29,8 +29,8 @@ class PrecisionMonitor:
     config: Config
     ranks: Ranks
     generation: Engine
-    training: LinearPrecision | None  # None where the trainer's layers are not in FP8
-    kv_observer: KvObserver | None  # None where the KV cache is not
+    training: LinearPrecision | None  # None if the trainer's layers are not in FP8
+    kv_observer: KvObserver | None  # None if the KV cache is not in FP8
     layers_path: Path
     is_checked: bool = False  # whether the trainer has computed since the start
 
@@ -43,7 +43,7 @@ class PrecisionMonitor:
         self.generation.assert_quantised()
 
     def check_trainer(self, num_tokens: float) -> None:
-        """Raise NotQuantisedError unless the trainer, once it has computed, has done so in FP8 where it should."""
+        """Raise NotQuantisedError unless the trainer, after its first tokens, has computed in FP8 where it should."""
         if self.training is not None and num_tokens and not self.is_checked:
             self.training.assert_quantised(trained=True)
             self.is_checked = True
@@ -60,7 +60,7 @@ class PrecisionMonitor:
 
 
 def check_agreement(metrics: Mapping[str, float], limit: float, layers_path: Path) -> None:
-    """Raise EngineMismatchError if training and generation disagree by more than `limit`, or NaN."""
+    """Raise EngineMismatchError if training and generation disagree by more than `limit`, or by NaN."""
     error = metrics.get("mismatch/bulk_error")
     if error is None or error <= limit:
         return
@@ -74,7 +74,7 @@ def check_agreement(metrics: Mapping[str, float], limit: float, layers_path: Pat
 
 
 def layer_table(layers_path: Path) -> str:
-    """A table, as text, of the layers that change the model's output most when they alone are in FP8."""
+    """A table, as text, of the layers that change the model's output most when each alone is in FP8."""
     rows = sorted(read_table(layers_path).to_pylist(), key=lambda row: -row["kl_alone"])
     lines = [f"{'layer':24} {'precision':9} {'KL alone':>10}"]
     lines += [f"{row['name']:24} {row['precision']:9} {row['kl_alone']:10.2e}" for row in rows[:MOST_ROWS]]

@@ -24,7 +24,7 @@ class SetResponses:
 
     rewards: Floats
     lengths: npt.NDArray[np.int64]
-    truncated: npt.NDArray[np.bool_]  # cut off at the limit
+    truncated: npt.NDArray[np.bool_]  # whether it was cut off at the limit
 
 
 def score_set(
@@ -70,10 +70,10 @@ def pass_at(num_right: npt.NDArray[np.int64], num_samples: int, size: int) -> Fl
 
 
 def intervals(of_prompts: dict[str, Floats]) -> dict[str, Interval]:
-    """The confidence interval of each mean over prompts: prompts are the sample, since responses to one are dependent.
+    """The confidence interval of each mean over prompts, the sampling unit since responses to a prompt are dependent.
 
-    Where every prompt has 0 or 1, it is Wilson's interval, which does not vanish where all are equal; otherwise it is
-    the bootstrap's, with a fixed seed.
+    If every prompt's value is 0 or 1, it is Wilson's interval, which does not vanish when all are equal; otherwise it
+    is the bootstrap's, with a fixed seed.
     """
     bootstrapped = bootstrap({name: values for name, values in of_prompts.items() if not is_binary(values)})
     return {

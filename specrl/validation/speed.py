@@ -1,7 +1,7 @@
-"""Matched pairs: plain and speculative generation in turn, on one engine, of the step that would come after training.
+"""Matched pairs: alternating plain and speculative generation, on one engine, of the step that would follow training.
 
-So that a pair sees what training sees, the train stage leaves the texts that its last bubbles pre-generated for that
-step.
+So that a pair has the same drafts as training, the train stage stores the texts that its last bubbles pre-generated
+for that step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from specrl.schemas import read_table, rollout_path
 
 @dataclass
 class Measurement:
-    """The generations of one way to decode."""
+    """The generations of one decoding method."""
 
     generations: list[list[Generation]] = field(default_factory=list)  # by round
 
@@ -62,10 +62,10 @@ def matched_pair(
     repeats: int,
     give_texts: Callable[[], None] | None = None,
 ) -> SpeedPair:
-    """Generate all requests, `batch` at a time, plain and with `k` draft tokens, `repeats` times each, in turn.
+    """Answer all requests, `batch` at a time, plain and with `k` draft tokens, `repeats` times each, alternately.
 
-    With `k` of None the cost model chooses. `give_texts` gives the engine all text to begin with, before each
-    speculative repeat and outside of its time.
+    If `k` is None, the cost model chooses. `give_texts` gives the engine its initial text before each speculative
+    repeat, outside the measured time.
     """
     plain, speculative = Measurement(), Measurement()
     variants = (0, None, plain), (k, give_texts, speculative)
@@ -88,7 +88,7 @@ def matched_pair(
         speedup=median(ratios),
         speedup_min=min(ratios),
         speedup_max=max(ratios),
-        # There are no steps where every response is a single token.
+        # There are no decoding steps if every response is a single token.
         decode_step_reduction=1 - stats.decode_steps / steps if steps else 0.0,
         tokens_equal=sum(a == b for a, b in zip(plain.tokens, tokens, strict=True)) / len(tokens),
         token_share={source: found.num_accepted_tokens / num_tokens for source, found in stats.by_source.items()},
@@ -96,11 +96,11 @@ def matched_pair(
 
 
 FOLDER, STATE_FILE = "next_step", "state.json"
-"""The folder in that of the train stage, and the file in it with all but the texts."""
+"""The folder within the train stage's, and its file with everything but the texts."""
 
 
 def write_next_step(stage_dir: Path, step: int, ranks: Ranks, generator: RolloutGenerator, engine: Engine) -> None:
-    """Write what `step`, the one after the last, would find and no rollout tells (collective)."""
+    """Write what `step`, the one after the last, would find but no rollout contains (collective)."""
     folder = stage_dir / FOLDER
     if ranks.is_first:
         shutil.rmtree(folder, ignore_errors=True)
@@ -117,12 +117,12 @@ class NextStep:
     prompts: list[Prompt]
     samples_per_prompt: int
     stored: Sequence[PregeneratedText]
-    """The texts that were pre-generated for the step."""
-    recent: Sequence[Sequence[Sequence[int]]]  # the first engine's responses, by step; the oldest first in both
+    """The texts pre-generated for the step."""
+    recent: Sequence[Sequence[Sequence[int]]]  # the first engine's responses, by step; oldest first in both
 
     @classmethod
     def read(cls, train_dir: Path, step: int, config: Config, source: PromptSource) -> NextStep:
-        """The step that follows `step` steps of the train stage; only its last step leaves pre-generated text."""
+        """The step after `step` steps of the train stage; only the one after its last has pre-generated text."""
         path = train_dir / FOLDER / STATE_FILE
         state: dict[str, Any] = {"step": None, "begun": (0, 0)}
         if path.is_file():
@@ -144,12 +144,12 @@ class NextStep:
         return replace(self, prompts=open_conversations(engine, self.prompts, config, rewards))
 
     def requests(self, count: int, config: Config) -> list[Request]:
-        """`count` requests of the step, of as many prompts as there are; more ask for further responses."""
+        """`count` requests of the step, one per prompt as far as there are prompts, then for further responses."""
         origin, prompts = Origin(config.seed, self.step), self.prompts
         return [make_request(prompts[i % len(prompts)], i // len(prompts), config, origin) for i in range(count)]
 
     def give_texts(self, engine: Engine) -> None:
-        """Let the engine have the texts that the first engine would begin the step with, and no others."""
+        """Give the engine the texts with which the first engine would begin the step, and no others."""
         engine.set_recent(self.recent)
         if engine.replays:
             store_texts(engine, self.prompts, self.stored)
@@ -167,7 +167,7 @@ class NextStep:
 
 
 def recent_responses(rollouts_dir: Path, step: int, most_tokens: int) -> list[list[list[int]]]:
-    """The first engine's last responses before `step`, some `most_tokens` tokens, by step, the oldest first."""
+    """The first engine's last responses before `step`, about `most_tokens` tokens, by step, the oldest first."""
     found: list[list[list[int]]] = []
     count = 0
     while count < most_tokens and (path := rollout_path(rollouts_dir, step - 1 - len(found), 0)).is_file():

@@ -1,4 +1,4 @@
-"""What ends training early, and what says that a run learns nothing although every step of it succeeds."""
+"""The conditions that end training early, and the signs that a run learns nothing although its steps succeed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class EarlyStop:
         self.reason: str | None = None  # why training ends
 
     def restore(self, known: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Take in what an earlier start measured, and nothing else; it is the same on all ranks."""
+        """Replace the values by an earlier start's measurements, which are the same on all ranks."""
         self._values, self.reason = [], None
         for step, metrics in sorted(known, key=lambda measured: measured[0]):
             self.observe(step, metrics)
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in what was measured after `step` RL steps, and decide by the first rank's metrics.
+        """Add the metrics measured after `step` RL steps, and decide by those of the first rank.
 
-        What is measured before the first step does not stop training, but later values are compared with it.
+        Values from before the first step do not stop training, but later values are compared with them.
         """
         if self._condition is None:
             return
@@ -69,8 +69,8 @@ def best_of(metric: str, values: Values) -> tuple[int, float] | None:
 
 
 PATIENCE = 5  # steps in a row
-COLLAPSED = 0.05  # of the first step's entropy: below, the policy hardly explores any more
-FIXED = 0.005  # nats per token: below, it never does
+COLLAPSED = 0.05  # times the first step's entropy: below this, the policy hardly explores
+FIXED = 0.005  # nats per token: below this, it never does
 EQUAL = "reward/zero_std_fraction"
 
 Metrics = Mapping[str, float]
@@ -79,7 +79,7 @@ Metrics = Mapping[str, float]
 def lost_signals(history: Sequence[Metrics], first: Metrics, config: Config) -> list[str]:
     """A line for each reason to doubt the run that has now held for `PATIENCE` steps, or for all of a short run.
 
-    `history` has the metrics of the last `PATIENCE` + 1 steps, or of all; `first` those of the first step.
+    `history` holds the metrics of the last `PATIENCE` + 1 steps, or of all; `first` those of the first step.
     """
     patience = min(PATIENCE, config.train.num_steps)
     by_reward = config.train.advantage.name != "none"

@@ -17,10 +17,10 @@ from specrl.validation.stopping import best_of
 
 
 class Validation:
-    """Validates every `validate.every`-th policy version, the first and the last, and knows which one is best.
+    """Validates every `validate.every`-th policy version, the first and the last, and tracks the best one.
 
-    Nothing in the engine, in the choice of drafts or in the trainer is different afterwards: rollouts and policy are
-    those of a run without validation (in FP32 bit for bit). `restore` and `run` are collective.
+    It leaves the engine, the choice of drafts and the trainer unchanged: rollouts and policy are those of a run without
+    validation (in FP32 bit for bit). `restore` and `run` are collective.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Validation:
         self.curve = self._ranks.gather(curve)[0]
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Whether the policy after `step` RL steps, or the last one, is to be validated, and has not been yet."""
+        """Whether the policy after `step` RL steps is due for validation and has not been validated yet."""
         if not self._every or any(score.step == step for score in self.curve):
             return False
         return last or step % self._every == 0
@@ -77,11 +77,11 @@ class Validation:
 
     @property
     def measured(self) -> list[tuple[int, dict[str, float]]]:
-        """(RL steps, all metrics) of each version that has been validated, in the order of steps."""
+        """(RL steps, all metrics) of each validated version, in the order of steps."""
         return [(step, self.metrics_of(step)) for step in sorted({score.step for score in self.curve})]
 
     def best(self, among: Collection[int] | None = None) -> tuple[int, float] | None:
-        """(RL steps, value) of the version, `among` some or of all, that is best by `best_metric`."""
+        """(RL steps, value) of the version that is best by `best_metric`, `among` these or all."""
         metric = self._best_metric
         if metric is None:
             return None

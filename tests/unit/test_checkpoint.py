@@ -196,7 +196,7 @@ def test_without_a_whole_checkpoint_nothing_begins_anew_by_itself(tmp_path: Path
     save_steps(tmp_path, Retention(2), 1, 2)
     for step in (1, 2):
         flip(tmp_path / f"step=00000{step}" / "drafter.safetensors")
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint .*put one back from a copy, or"):
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint .*restore one from a copy, or"):
         restored(tmp_path)
     with pytest.raises(CheckpointError, match="is damaged: drafter"):
         load(tmp_path / "step=000002", ToyPolicy(), None)
@@ -213,7 +213,7 @@ def test_a_start_from_a_damaged_checkpoint_takes_the_newest_whole_one_before_it(
     assert (found.state.step, float(policy.state["master"][0])) == (1, 1.0)
     assert ["step=000003" in found.damaged[0], "step=000002" in found.damaged[1]] == [True, True]
     once = start.model_copy(update={"counts_on": False})
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint to start from .*step=000003.*--restart"):
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint to start from .*step=000003.*--restart"):
         load_newest(once.checkpoint_dirs, policy, None)
 
 

@@ -62,7 +62,7 @@ def test_a_lead_over_another_token_or_over_none_is_no_noise(moved: Pick) -> None
 
 
 def test_a_response_that_only_goes_on_is_an_error() -> None:
-    with pytest.raises(ValueError, match="equal as far as"):
+    with pytest.raises(ValueError, match="one is the beginning of the other"):
         compare([{5: SAME}], [{5: SAME, 6: LEFT}], NOISE)
 
 

@@ -202,7 +202,7 @@ def test_d2t_is_recognised_by_what_it_holds(
     layers = {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
     source = write(tmp_path / "drafter", original({}, **layers), {**tensors({}), **mappings})
     if how is None:
-        with pytest.raises(ValueError, match="neither as offsets nor as token ids is d2t a vocabulary"):
+        with pytest.raises(ValueError, match="d2t, read as offsets or token ids, is not a vocabulary"):
             read_drafter(source, policy_dir)
     else:
         assert f"its d2t holds {how}, of {DRAFT_VOCAB} tokens" in read_drafter(source, policy_dir).notes

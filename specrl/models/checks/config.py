@@ -1,6 +1,6 @@
-"""What a model's `config.json` may ask for: what trainer, engine and exporter all compute alike. No torch here.
+"""The checks that trainer, engine and exporter compute a model's `config.json` alike, without importing torch.
 
-The engine reads the same keys, so what is not known to mean the same to both is refused here.
+The engine reads the same keys, so any setting not known to mean the same to both is refused here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ORIGINAL = "original_max_position_embeddings"
 _OTHERS = "num_key_value_heads head_dim num_experts num_local_experts num_experts_per_tok moe_intermediate_size"
 EOS = "eos_token_id"
 MOST_STOP_TOKENS = 8
-"""How many tokens may end a response: the engine looks for each at every position."""
-TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")  # programs send them through the embeddings
+"""The number of tokens that may end a response: the engine checks each at every position."""
+TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")  # programs look them up in the embeddings
 DTYPES = ("float32", "bfloat16", "float16")
 _TOKENS = "bos_token eos_token pad_token unk_token"  # of a tokenizer
 _LISTED_TOKENS = "extra_special_tokens additional_special_tokens"
@@ -53,11 +53,11 @@ FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "added_tokens_decoder",
     ),
 )
-"""What the values of keys must be where they are given, and not null unless in `NEVER_NULL`."""
+"""The required form of keys' values if given; null is allowed except for `NEVER_NULL`."""
 _ROPE = "rope_theta factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow"
 ROPE_KEYS = f"{_ROPE} mscale mscale_all_dim truncate {ORIGINAL}".split()
 ROPE_KINDS = {"default": "", "linear": "factor", "llama3": "factor low_freq_factor high_freq_factor", "yarn": "factor"}
-"""What trainer and engine compute alike, and the keys that each must have."""
+"""The kinds that trainer and engine compute alike, and the keys that each requires."""
 
 
 def check_config(config: Mapping[str, Any]) -> Family:
@@ -65,7 +65,7 @@ def check_config(config: Mapping[str, Any]) -> Family:
     family = family_of(config)
     for problem in chain(_size_problems(config, family), _setting_problems(config, family), rope_problems(config)):
         raise ConfigError(problem)
-    expert_shape(config)  # refuses layers without experts among those with
+    expert_shape(config)  # refuses a mix of layers with and without experts
     return family
 
 
@@ -82,7 +82,7 @@ def _size_problems(config: Mapping[str, Any], family: Family) -> list[str]:
 
 
 def form_problems(config: Mapping[str, Any], needed: Collection[str] = ()) -> list[str]:
-    """A line for each key whose value is not what `FORMS` says; null is as good as none where it is not `needed`."""
+    """A line for each key whose value violates `FORMS`; null counts as absent unless the key is `needed`."""
     return [
         f"{key} = {_json(config.get(key))}: it must be {form}"
         for form, is_right, keys in FORMS
@@ -97,7 +97,7 @@ def token_problems(config: Mapping[str, Any], vocab_size: int) -> list[str]:
     for key in TOKEN_IDS:
         given = config.get(key)
         for token in given if isinstance(given, list) and key == EOS else [given]:
-            if given is None or (token == -1 and key != EOS):  # old checkpoints say -1 for none
+            if given is None or (token == -1 and key != EOS):  # old checkpoints use -1 for none
                 continue
             if type(token) is not int or token < 0:
                 lines.append(f"{key} = {_json(given)}: it must be the number of a token, or null")

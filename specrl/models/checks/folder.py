@@ -63,7 +63,7 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
     largest, token = max(tokens, default=(-1, ""))
     known = {token for _, token in tokens}
     if known and (added := sorted(_special_tokens(settings) - known)):
-        largest, token = largest + len(added), added[-1]  # transformers gives them the numbers behind the others'
+        largest, token = largest + len(added), added[-1]  # transformers numbers them after the others
     if largest >= (vocab_size := config["vocab_size"]):
         raise ConfigError(
             f"model directory {directory} has a tokenizer with token {token!r} = {largest}, beyond the embeddings' "
@@ -76,11 +76,11 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
     given = [found.get(EOS) for found in (config, generation)]
     ends = {token for one in given for token in (one if isinstance(one, list) else [one])} - {None}
     own = _special_tokens({"eos_token": settings.get("eos_token")})
-    ends |= {index for index, token in tokens if token in own}  # the engine stops at the tokenizer's own, too
+    ends |= {index for index, token in tokens if token in own}  # the engine also stops at the tokenizer's own
     if len(ends) > MOST_STOP_TOKENS:
         raise ConfigError(
             f"model directory {directory} names {len(ends)} tokens that end a response ({EOS}, eos_token), and at most "
-            f"{MOST_STOP_TOKENS} are supported: leave those out that no response ends with"
+            f"{MOST_STOP_TOKENS} are supported: remove those that end no response"
         )
 
 
@@ -89,7 +89,7 @@ def _load_without_its_code(directory: Path) -> None:
 
     try:
         AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (ValueError, AttributeError, LookupError, TypeError) as error:  # of an auto_map that is no object, too
+    except (ValueError, AttributeError, LookupError, TypeError) as error:  # also if auto_map is no object
         raise ConfigError(
             "has a tokenizer with code of its own, which is not executed: remove auto_map from tokenizer_config.json "
             "if tokenizer.json is all of it, or take another tokenizer"
@@ -112,7 +112,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> set[str]:
 
 
 def end_tokens(directory: Path) -> set[int]:
-    """The tokens that end a response by the `config.json` of a directory or, without any, its generation's."""
+    """The tokens that end a response according to a directory's `config.json` or else `generation_config.json`."""
     path, found = directory / "generation_config.json", read_model_config(directory).get(EOS)
     if found is None and path.is_file():
         found = read_object(path).get(EOS)
@@ -120,7 +120,7 @@ def end_tokens(directory: Path) -> set[int]:
 
 
 def token_ids(directory: Path) -> list[tuple[int, str]]:
-    """The tokens of a directory's tokenizer with their numbers; none of a tokenizer in tiktoken's format."""
+    """The tokens of a directory's tokenizer with their ids; empty for a tokenizer in tiktoken's format."""
     name = next((name for name in TOKENIZER_FILES if (directory / name).is_file()), None)
     if name is None:
         raise ConfigError(f"has no tokenizer (one of {', '.join(TOKENIZER_FILES)}): copy that of its base model")

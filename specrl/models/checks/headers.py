@@ -1,4 +1,4 @@
-"""The tensors in the safetensors files of a folder, by their headers, and whether these are the model's. No torch."""
+"""The tensors in a folder's safetensors files, by their headers, and whether they are the model's. No torch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from specrl.models.directory import (
 from specrl.models.families import expert_shape, family_of, num_mtp_layers
 from specrl.models.mtp_modules import MTP_LAYERS
 
-TYPES = {"F32": 4, "BF16": 2, "F16": 2}  # those that trainer and engine read alike, and their bytes
+TYPES = {"F32": 4, "BF16": 2, "F16": 2}  # the types that trainer and engine read alike, and their bytes
 LONGEST_HEADER = 100 * 2**20  # bytes, as in the safetensors library
-COMPARED = 2**26  # bytes of two tensors that are compared at once
+COMPARED = 2**26  # bytes of two tensors compared at a time
 SHOWN = 3  # tensors or files that a message names
-DERIVED = r"rotary_emb\.inv_freq$"  # in old checkpoints, and read by nobody
+DERIVED = r"rotary_emb\.inv_freq$"  # in old checkpoints, and never read
 AGAIN = "download the folder again (hf download NAME --local-dir FOLDER)"
 MERGE = "merge the adapter into its base model (merge_and_unload() of peft) and give the folder of the merged model"
 CONVERT = (
@@ -50,7 +50,7 @@ WITHOUT_WEIGHTS = {
     "model_world_size_*": "it is verl's own checkpoint: merge it with python -m verl.model_merger merge",
     "snapshots": "it is a folder of the hub's cache: give the folder within snapshots",
 }
-"""What a folder without weights may have in their place, and how a model is made of it; the first one counts."""
+"""What a folder may contain instead of weights, and how to turn it into a model; the first match counts."""
 QUANTISED = "it is quantised: use the checkpoint that it was made from, or dequantise it"
 UNKNOWN = {
     r"^base_model\.|lora_": MERGE,
@@ -62,7 +62,7 @@ UNKNOWN = {
     r"^(v_head|score|value_head|summary)\.": "it is a reward or value model: use one that was saved without that head",
     r"visual|vision|audio|language_model": "only the language model of it can be trained: save that alone",
 }
-"""Why a model may have tensors that its `config.json` does not speak of, by a pattern of their names."""
+"""Why a model may have tensors beyond its `config.json`, by a pattern of their names."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class StoredTensor:
 
 
 def check_weights(directory: Path, config: Mapping[str, Any]) -> None:
-    """Check that the files of a folder hold the model of its `config.json`: every tensor, and none besides."""
+    """Check that a folder's files hold exactly the tensors of the model in its `config.json`."""
     try:
         stored = read_headers(directory)
         for problem in _differences(stored, config):
@@ -91,7 +91,7 @@ def _differences(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) 
     tied_head = stored.get(HEAD) if config.get("tie_word_embeddings") else None
     known = {*expected, HEAD} if tied_head else {*expected}
     mtp = None if num_mtp_layers(config) else family_of(config).mtp
-    spare = re.compile(rf"{DERIVED}|^{re.escape(mtp.prefix)}" if mtp else DERIVED)  # layers that nobody asks for
+    spare = re.compile(rf"{DERIVED}|^{re.escape(mtp.prefix)}" if mtp else DERIVED)  # layers that are never read
     if unknown := sorted(name for name in stored if name not in known and not spare.search(name)):
         reasons = [why for pattern, why in UNKNOWN.items() for name in unknown if re.search(pattern, name)]
         if any(name.startswith(f"model.layers.{config['num_hidden_layers']}.") for name in unknown):
@@ -170,12 +170,12 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
     others |= {"adapter_config.json"} if (directory / "adapter_config.json").exists() else set()
     if others := {name for name in others if not name.startswith("consolidated")}:
         reason = MERGE if any(name.startswith("adapter") for name in others) else "remove what is not of the model"
-        raise ConfigError(f"has {_some(sorted(others))} beside {_some(names)}, which nobody would read: {reason}")
+        raise ConfigError(f"has {_some(sorted(others))} beside {_some(names)}, which would not be read: {reason}")
     stored = {name: tensor for file in names for name, tensor in _header(directory / file).items()}
     if (directory / INDEX_FILE).is_file():
         listed = read_object(directory / INDEX_FILE)["weight_map"]
         if wrong := [name for name, file in listed.items() if name not in stored or stored[name].file.name != file]:
-            raise ConfigError(f"has not in its files what {INDEX_FILE} says ({_some(wrong)}): {AGAIN}")
+            raise ConfigError(f"lacks tensors where {INDEX_FILE} lists them ({_some(wrong)}): {AGAIN}")
     return stored
 
 
@@ -191,7 +191,7 @@ def _why_missing(directory: Path, names: list[str], missing: list[str]) -> str:
 
 
 def remedy(directory: Path, *, has_config: bool = True) -> str:
-    """How to make a model of a folder that has no weights, or no `config.json`."""
+    """How to turn a folder without weights or `config.json` into a model."""
     rows = [row for row in WITHOUT_WEIGHTS.items() if has_config or not row[0].endswith(".safetensors")]
     return next((why for pattern, why in rows if any(directory.glob(pattern))), AGAIN)
 
@@ -216,7 +216,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ConfigError(f"has a {name} whose header is damaged: {AGAIN}") from error
     if size != end:
-        raise ConfigError(f"has a {name} of {size} bytes, which must be {end}: it is not downloaded whole; {AGAIN}")
+        raise ConfigError(f"has a {name} of {size} bytes, which must be {end}: its download is incomplete; {AGAIN}")
     return tensors
 
 

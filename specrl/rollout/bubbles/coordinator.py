@@ -1,9 +1,8 @@
-"""Bubbles: the time from the end of an engine's own rollouts to the end of the slowest engine's is put to use.
+"""Bubbles: the use of the time between the end of an engine's own rollouts and the end of the slowest engine's.
 
-Whatever an engine does meanwhile ends within one iteration or micro-step after the last one is done. Nothing of it
-reaches a rollout: text made here is only ever a draft (invariants 1 and 2). The ranks of a tensor-parallel engine do
-the same at the same time, as the first one decides. Engines say through the process group's store that they are done,
-and share work.
+Such work ends within one iteration or micro-step after the last engine is done. None of it reaches a rollout: text
+generated here is only ever a draft (invariants 1 and 2). The ranks of a tensor-parallel engine act in lockstep, as
+the first one decides. Engines announce through the process group's store that they are done, and divide work.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from specrl.rollout.engine import Engine
 from specrl.timeline import Span
 
 POLL_SECONDS = 0.02
-"""The least time between two questions whether all engines are done."""
+"""The minimum time between two checks whether all engines are done."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class EngineRank:
 
 
 class BubbleCoordinator:
-    """Counters of one generation after another, in the store that all ranks see.
+    """The counters of successive generations, in the store that all ranks share.
 
-    The first rank of an engine speaks for it; the others take over what that one decides (`Engine.agreed`). Between two
-    generations all ranks pass through a collective. A rank that hangs meanwhile is for the job's supervisor to find.
+    The first rank of an engine speaks for it; the others follow its decisions (`Engine.agreed`). All ranks pass
+    through a collective between two generations. Detecting a rank that hangs is up to the job's supervisor.
     """
 
     def __init__(self, store: Store, place: EngineRank, poll_seconds: float = POLL_SECONDS) -> None:
@@ -73,10 +72,10 @@ class BubbleCoordinator:
         return self._all_done
 
     def claim(self, total: int, at_least: int = 1) -> range:
-        """Claim the next items, at least so many if there are, of a list of `total` that is the same on every rank.
+        """Claim the next items, if possible `at_least` many, of a list of `total` that is the same on every rank.
 
-        What is left is divided by the number of engines but the one that the others wait for: an iteration takes little
-        longer with many requests than with few.
+        The rest is divided by the number of idle engines, all but the slowest: an iteration takes little longer with
+        many requests than with few.
         """
         if not self._place.is_first:
             return range(0)
@@ -94,14 +93,14 @@ class Activity(Protocol):
     name: str
 
     def work(self, stop: Callable[[], bool]) -> bool:
-        """Work until `stop()` (collective over the engine); return False, at once, when there is nothing to do."""
+        """Work until `stop()` (collective over the engine); return False at once if there is nothing to do."""
         ...
 
 
 def put_to_use(engine: Engine, coordinator: BubbleCoordinator, uses: Sequence[Activity]) -> list[Span]:
-    """Work from the end of this engine's own share to the end of the last one's, on each use until it has nothing left.
+    """Work from the end of this engine's share to the end of the last engine's, exhausting each use in order.
 
-    Pre-generation is to come first: a token of it saves most of an iteration for its request in the next step.
+    Pre-generation should come first: each of its tokens saves its request most of an iteration in the next step.
     """
     coordinator.arrive()
     left, spans = list(uses), list[Span]()

@@ -1,4 +1,4 @@
-"""Responses of earlier epochs, which are drafts when their prompt comes again."""
+"""Responses of earlier epochs, which serve as drafts when their prompt is asked again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from specrl.schemas import Rollout, read_table
 PER_PROMPT = 4
 """The responses kept of each group."""
 MOST_TOKENS = 2**24
-"""The tokens kept on each rank: 64 MiB. The prompts that were answered longest ago are dropped first."""
+"""The tokens kept on each rank: 64 MiB. Prompts answered longest ago are dropped first."""
 
 
 class EarlierResponses:
-    """The newest responses of this rank's engine to each prompt, unless another engine has answered it since."""
+    """This rank's engine's newest responses to each prompt that no other engine has answered since."""
 
     def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
         self._most = most_tokens
@@ -25,7 +25,7 @@ class EarlierResponses:
         self._num_tokens = 0
 
     def add(self, prompt_ids: Iterable[int], rollouts: Iterable[Rollout]) -> None:
-        """Take in this engine's rollouts of a step, groups together, and drop older ones to any prompt of the step."""
+        """Add this engine's rollouts of a step, in groups, and drop older responses to any of the step's prompts."""
         for prompt_id in prompt_ids:
             self._drop(prompt_id)
         for prompt_id, group in groupby(rollouts, key=lambda rollout: rollout.prompt_id):
@@ -36,10 +36,10 @@ class EarlierResponses:
         return [text for prompt_id in prompt_ids for text in self._groups.get(prompt_id, ())]
 
     def restore(self, rollouts_dir: Path, first_step: int, engine: int, num_engines: int) -> None:
-        """Take in what the steps before `first_step` have left on disk; the engines share the files of each step.
+        """Read the rollouts of steps before `first_step` from disk; the engines divide the files of each step.
 
-        Reading ends where as many steps in a row have brought no new prompt as have brought some: in an epoch, each
-        prompt is seen once.
+        Reading stops after as many consecutive steps without a new prompt as there were steps with one: an epoch
+        contains each prompt once.
         """
         seen: set[int] = set()
         newest: list[list[PregeneratedText]] = []
@@ -70,9 +70,9 @@ class EarlierResponses:
 def _read(
     folder: Path, engine: int, num_engines: int, known: Container[int]
 ) -> tuple[list[list[PregeneratedText]], set[int]]:
-    """The groups of one engine's files to prompts that are not known yet, and all prompts of the step."""
+    """The groups in one engine's files whose prompts are not known yet, and all prompts of the step."""
     groups: dict[int, list[PregeneratedText]] = {}
-    dealt: dict[int, int] = {}  # the engine of each rank that wrote, in turn: there may have been another number
+    dealt: dict[int, int] = {}  # the engine of each writing rank, in turn: there may have been another number
     prompt_ids: set[int] = set()
     for path in sorted(folder.glob("rank-*.arrow")):
         table = read_table(path)

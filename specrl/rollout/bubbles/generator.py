@@ -1,4 +1,4 @@
-"""The rollouts of a step over all ranks: prompts are dealt, answered and scored; ranks that wait use the time."""
+"""The rollouts of a step over all ranks: prompts are dealt, answered and scored; idle ranks use the time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from specrl.training.rollouts import RolloutBatch
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """What all ranks generated in one step; the same on every rank but for the rollouts that it holds."""
+    """The rollouts of all ranks in one step; only the rollouts that a rank holds differ between ranks."""
 
     rollouts: RolloutBatch
     """With rewards and advantages, in the order of the step's prompts and, within each, of its samples."""
@@ -72,8 +72,8 @@ class RolloutGenerator:
         """Prepare the use of idle time that `bubbles.use` asks for.
 
         Args:
-            rewards: The pool that computes rewards; None on ranks whose engine has another first rank.
-            training: The training of the drafter while this rank waits, if any.
+            rewards: The pool that computes rewards; None except on the first rank of each engine.
+            training: The training of the drafter while this rank is idle, if any.
         """
         self.source = source
         self._config, self._ranks, self._engine, self._rewards = config, ranks, engine, rewards
@@ -85,21 +85,21 @@ class RolloutGenerator:
             self._pregeneration = Pregeneration(engine, source, config, self._coordinator, rewards)
         self._training = training
         self._earlier = EarlierResponses() if engine.replays and config.data.has_epochs else None
-        """None where no prompt comes again, or its earlier responses could not be drafted from."""
+        """None if no prompt is repeated, or earlier responses cannot be drafted from."""
         self.next_texts: list[PregeneratedText] = []
-        """The texts that this rank's engine has to draft from in the next step."""
+        """The texts from which this rank's engine drafts in the next step."""
 
     def restore(self, rollouts_dir: Path, first_step: int) -> None:
-        """Find the texts on disk that an undisturbed run would have before `first_step`."""
+        """Read from disk the texts that an undisturbed run would have before `first_step`."""
         if self._earlier is not None:
             self._earlier.restore(rollouts_dir, first_step, self._place.engine, self._place.num_engines)
             self._exchange([], first_step)
 
     def generate(self, step: int) -> StepRollouts:
-        """Sample and score the responses of a step by the policy of version `step`, which the engine must hold.
+        """Sample and score the responses of a step with policy version `step`, which the engine must hold.
 
-        Groups without signal are dropped and other prompts asked in their place as `train.refill_rounds` says. What is
-        asked depends on the rewards alone, which are those of the policy, so that a restart asks the same.
+        Groups without signal are dropped and replaced by other prompts, as `train.refill_rounds` says. The choice of
+        prompts depends only on the policy's rewards, so that a restart makes the same choice.
 
         Raises:
             RewardError: The reward fails on every response.
@@ -115,7 +115,7 @@ class RolloutGenerator:
             prompts += more
             rollouts, counters, failures = self._gather(prompts, own, counted)
         rollouts.assign_advantages(self._config)
-        # The time is the longest that a rank waited for rewards with nothing else to do.
+        # The longest time that a rank waited for rewards with nothing else to do.
         waited_s = max(rank.reward_s for rank in counters)
         metrics = {"reward/failures": float(failures.count), "timing/reward_s": waited_s}
         if train.refill_rounds:
@@ -139,7 +139,7 @@ class RolloutGenerator:
     def _gather(
         self, prompts: Sequence[Prompt], own: Sequence[Rollout], counted: _Counters
     ) -> tuple[RolloutBatch, list[_Counters], FailureTally]:
-        """Gather the numbers of all rollouts so far, and the counters of all ranks."""
+        """Gather the scalars of all rollouts so far, and the counters of all ranks."""
         size = self._config.engine.tensor_parallel
         places = {prompt.id: index for index, prompt in enumerate(prompts)}
         names = self._config.data.part_names
@@ -150,7 +150,7 @@ class RolloutGenerator:
         return rollouts, counters, failures
 
     def _exchange(self, texts: Sequence[PregeneratedText], step: int) -> None:
-        """Send what engines have generated ahead or earlier to those that answer the prompts of `step`."""
+        """Send pre-generated and earlier texts to the engines that answer their prompts in `step`."""
         if self._earlier is None and not self._config.bubbles.pregenerates:
             return
         # Prompts are dealt to the engines in turn.
@@ -175,7 +175,7 @@ class RolloutGenerator:
         return rollouts, texts, counters
 
     def _spend_bubble(self, step: int, started_at: float) -> tuple[Bubble, list[PregeneratedText]]:
-        """Work until the last rank has ended its share; this one began its own at the Unix time `started_at`."""
+        """Work until the last rank has finished its share; this rank began its share at Unix time `started_at`."""
         generated_at, spans, texts = time.time(), list[Span](), list[PregeneratedText]()
         if self._coordinator is not None:
             if (ahead := self._pregeneration) is not None:
@@ -194,7 +194,7 @@ class RolloutGenerator:
         return bubble, texts
 
     def _refill(self, prompts: Sequence[Prompt], step: int, own: list[Rollout], counted: _Counters) -> _Counters:
-        """Add this rank's share of a refill to its rollouts and counters; a rank that is done earlier waits."""
+        """Add this rank's share of a refill to its rollouts and counters; a rank that finishes early waits."""
         share, started_at = prompts[self._place.engine :: self._place.num_engines], time.time()
         if not share:
             return counted

@@ -1,6 +1,6 @@
 """Pre-generation: idle engines answer the next step's prompts; the responses become drafts there, never rollouts.
 
-Of conversations with an environment these are the first turns.
+For conversations with an environment, only first turns are pre-generated.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Pregeneration:
     step: int = 0
     """The step whose prompts are answered."""
     texts: list[PregeneratedText] = field(default_factory=list)
-    """The texts made in this bubble."""
+    """The texts generated in this bubble."""
 
     def begin(self, step: int) -> None:
         """Begin a new bubble, in the generation of `step`."""
         self.step, self.texts = step + 1, []
 
     def work(self, stop: Callable[[], bool]) -> bool:
-        """Generate a share of what is left until `stop()`, which ends the bubble: responses may lack their end."""
-        # There is a step after the last one, too: `validate` measures what it would be like.
+        """Generate a share of the remaining responses until `stop()` ends the bubble; some may be cut short."""
+        # There is a step after the last one, too: `validate` measures it.
         prompts, samples = self.source.batch(self.step), self.config.train.samples_per_prompt
         claimed = self.coordinator.claim(len(prompts) * samples, samples)
         places = range(*map(int, self.engine.agreed(claimed.start, claimed.stop)))
@@ -51,7 +51,7 @@ class Pregeneration:
         prompts = prompts[number : places[-1] // samples + 1]
         opened = open_conversations(self.engine, prompts, self.config, self.rewards)
         asked = [opened[place // samples - number] for place in places]
-        # Noise goes by seed and position: with the next step's own seeds its text comes out, while the policies agree.
+        # Noise depends on seed and position: the next step's seeds give the next step's text while the policies agree.
         origin = Origin(self.config.seed, self.step)
         requests = [
             make_request(prompt, place % samples, self.config, origin)
@@ -67,7 +67,7 @@ class Pregeneration:
 
 
 def store_texts(engine: Engine, prompts: Sequence[Prompt], texts: Iterable[PregeneratedText]) -> None:
-    """Let the engine draft from these texts where they answer one of the prompts, and from no other ones."""
+    """Let the engine draft from those of the texts that answer one of the prompts, and from no others."""
     found = by_tokens(prompts, texts)
     engine.set_replay(
         {prompt: [text.tokens for text in own] for prompt, own in found.items()},
@@ -78,7 +78,7 @@ def store_texts(engine: Engine, prompts: Sequence[Prompt], texts: Iterable[Prege
 def by_tokens(
     prompts: Sequence[Prompt], texts: Iterable[PregeneratedText]
 ) -> dict[tuple[int, ...], list[PregeneratedText]]:
-    """The texts that answer these prompts, by the tokens of the prompt; prompts with equal tokens share theirs."""
+    """The texts that answer these prompts, by the prompt's tokens; prompts with equal tokens share texts."""
     tokens = {prompt.id: tuple(prompt.tokens) for prompt in prompts}
     found: dict[tuple[int, ...], list[PregeneratedText]] = {}
     for text in texts:

@@ -1,4 +1,4 @@
-"""Texts to draft from, on their way from the ranks that made them to those that draft with them, and in files."""
+"""Texts to draft from: their exchange between the ranks that generated them and those that use them, and files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SCHEMA = pa.schema(
 
 
 class PregeneratedText(NamedTuple):
-    """A response to draft from: pre-generated, so that its end may be missing, or one of an earlier epoch."""
+    """A response to draft from: pre-generated, and possibly cut short, or from an earlier epoch."""
 
     prompt_id: int
     seed: int
-    """The seed that it was sampled with."""
+    """The seed with which it was sampled."""
     tokens: Sequence[int]
 
 
@@ -37,11 +37,11 @@ def deliver_texts(
 
     Args:
         texts: Those of this rank's engine, whose first rank sends them.
-        next_engines: The engine that answers each prompt next, by the prompt's id; texts to other prompts are dropped.
-        engine_size: The number of consecutive ranks that are one engine.
+        next_engines: The engine that answers each prompt next, by prompt id; texts to other prompts are dropped.
+        engine_size: The number of consecutive ranks that form one engine.
 
     Returns:
-        The texts to this rank's engine, in the order of the ranks that had them.
+        The texts for this rank's engine, in the order of the ranks that sent them.
     """
     sent = list(texts) if ranks.rank % engine_size == 0 else []
     numbers = {

@@ -12,11 +12,11 @@ DRAFTER, REPLAY, RECENT, CONTINUED_DRAFT = "drafter", "replay", "recent", "conti
 """The names of draft sources: vLLM's proposer, text stored for the prompt, recent responses to any prompt, and the
 proposer with text behind its own tokens."""
 OWN_TEXT = "own"
-"""The name of what is compared in passes over text of a request's own seed; see `own_text`."""
+"""The source of text compared in passes over text of a request's own seed; see `own_text`."""
 
 
 class VerifiedDraft(NamedTuple):
-    """A draft that was verified."""
+    """A verified draft."""
 
     context: int
     """The number of tokens before the draft, prompt included."""
@@ -41,10 +41,10 @@ class SourceCounts(NamedTuple):
 class SpeculationStats:
     """Counters of one or more generations; `a + b` merges them.
 
-    A draft is one proposal of up to k tokens for one request in one iteration, or text of its own seed that one pass
-    reads. `accepted_per_pos[i]` counts drafts whose token i was accepted, and `drafted_per_pos[i]` those that had one;
-    neither counts what such passes read. `decode_steps` counts such passes, and engine iterations in which at least one
-    request was decoding.
+    A draft is one proposal of up to k tokens for one request in one iteration, or text of the request's own seed read
+    in one pass. `accepted_per_pos[i]` counts the drafts whose token i was accepted, `drafted_per_pos[i]` those with a
+    token i; both exclude passes over own text. `decode_steps` counts these passes, and engine iterations in which at
+    least one request was decoding.
     """
 
     num_drafts: int = 0
@@ -57,7 +57,7 @@ class SpeculationStats:
 
     @classmethod
     def of(cls, drafts: Iterable[VerifiedDraft], decode_steps: int = 0) -> SpeculationStats:
-        """Count drafts, each of at least one token, in one pass: in a large step there are millions."""
+        """Count drafts of at least one token each, in a single pass because a large step has millions."""
         alike = Counter((draft.source, draft.drafted, draft.accepted) for draft in drafts)
         parts = []
         for (source, drafted, accepted), number in alike.items():
@@ -87,7 +87,7 @@ class SpeculationStats:
 
     @property
     def acceptance_length(self) -> float:
-        """The tokens that a draft brings, bonus token included: 1 + accepted / drafts, without passes over own text; 1
+        """The mean tokens per draft, bonus token included: 1 + accepted / drafts, without passes over own text; 1
         without drafts."""
         drafts = self._drafts
         return 1 + drafts.num_accepted_tokens / drafts.num_drafts if drafts.num_drafts else 1.0
@@ -106,14 +106,14 @@ class SpeculationStats:
 
     @property
     def acceptance_rate_per_pos(self) -> tuple[float, ...]:
-        """For each position, the share of the drafts that reach it whose token there was accepted."""
+        """For each position, the share of the drafts with a token there whose token was accepted."""
         return tuple(
             accepted / drafted for accepted, drafted in zip(self.accepted_per_pos, self.drafted_per_pos, strict=True)
         )
 
 
 def over_engines(parts: Sequence[SpeculationStats]) -> SpeculationStats:
-    """Add the counters of engines that ran side by side; `decode_steps` are those of the one that took the most."""
+    """Add the counters of engines that ran in parallel; `decode_steps` is the maximum over the engines."""
     return replace(SpeculationStats.merge(parts), decode_steps=max(part.decode_steps for part in parts))
 
 

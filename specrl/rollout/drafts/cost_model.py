@@ -1,7 +1,7 @@
-"""How far to draft, by running batch size: the expected tokens of an iteration over its expected seconds.
+"""The draft length for each running batch size: it maximises an iteration's expected tokens over its expected seconds.
 
-The seconds are measured when an engine starts, and refreshed by its runs. The tokens come from the counters of drafts,
-of those that were verified and of those that might have been. Nothing is tried for its own sake, and nothing is stored.
+The seconds are measured when an engine starts, and updated while it runs. The tokens follow from the counters of
+verified and of merely possible drafts. There is no exploration, and nothing is stored.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ Floats = NDArray[np.float64]
 LENGTHS = (0, 1, 2, 3, 5, 7, 15)
 """The draft lengths to choose from; full CUDA graphs are captured for these alone."""
 NEARLY = 0.8
-"""The share of the longest length from which on a shorter one is none to choose."""
+"""Lengths from this share of the longest one on are not offered beside it."""
 SHARED = 0.75
-"""How much of a change in the time of one draft length is taken to be one of the machine, or of the contexts."""
+"""How much of a change in one draft length's time is attributed to the machine or the contexts."""
 TIME_WINDOW = 8.0
 """The number of iterations after which an observation of an iteration's time has a weight of 1/e."""
 RUNNING_WINDOW, OTHERS_WINDOW, PRIOR_RUNNING = 16.0, 512.0, 1.0
 """The number of iterations after which what a draft length brought the running requests weighs 1/e, while it is in use
 and while it is not; and the weight of the average over all requests, in accepted tokens of a request."""
 TEXT_WINDOW = 500
-"""The number of drafts that older observations of a kind weigh as much as at most."""
+"""The maximum weight of older observations of a kind, in drafts."""
 KEPT_ON_REFIT = 0.1
 """The factor on the weight of observations of accepted tokens at every refit."""
 GUESSED_ACCEPTANCE = 0.6
 """The assumed probability that the next token of a drafter's draft is right, before any was seen."""
 EVEN_AGREEMENT = 2.0
-"""The number of agreeing tokens at which text is guessed to go on with the right token half of the time."""
+"""The number of agreeing tokens at which text is guessed to continue correctly half of the time."""
 PRIOR_DRAFTS, PRIOR_REQUESTS = 4.0, 25.0
 """The weights of these guesses, in drafts, and of that that every request has a draft of the drafter, in requests x
 iterations."""
 WORTHWHILE = 0.01
-"""The share by which tokens per second must be expected to rise for anything to be drafted."""
+"""The share by which the expected tokens per second must rise for anything to be drafted."""
 
 
 def possible_lengths(k: int, drafter_k: int) -> tuple[int, ...]:
-    """The draft lengths to choose from, the longest and the drafter's longest among them.
+    """The draft lengths to choose from, including the longest and the drafter's longest.
 
-    One that is nearly as long as the longest is left out: every length takes graphs.
+    A length close to the longest is left out, because every length needs CUDA graphs.
     """
     return tuple(sorted({*(length for length in LENGTHS if length < NEARLY * k), k, drafter_k}))
 
 
 class Acceptance:
-    """How many tokens of a draft are accepted, by kind and position, and how often a request has a draft of a kind."""
+    """How many tokens of a draft are accepted, by kind and position, and how often a request has each kind of draft."""
 
     def __init__(self, k: int, drafter_k: int) -> None:
-        """Begin with guesses, for drafts of up to `k` tokens, those of the drafter, if any, of up to `drafter_k`."""
+        """Begin with guesses for drafts of up to `k` tokens; the drafter's, if any, have up to `drafter_k`."""
         self._drafter_k = drafter_k
         self._seen, self._right = np.zeros((NOTHING, k)), np.zeros((NOTHING, k))
         self._offered = np.zeros(NOTHING + 1)
@@ -63,7 +63,7 @@ class Acceptance:
         self._guess = np.append(agreements / (agreements + EVEN_AGREEMENT), [GUESSED_ACCEPTANCE, GUESSED_ACCEPTANCE])
 
     def learn(self, counts: Counts, passes: int | None = None) -> None:
-        """Learn from the counters of a generation, in which drafts of the drafter had at most `passes` tokens."""
+        """Learn from the counters of a generation in which the drafter drafted at most `passes` tokens."""
         own = slice(0, self._drafter_k if passes is None else passes)
         weights = np.minimum(1, TEXT_WINDOW / np.maximum(self._seen[:, :1], 1))
         self._seen = self._seen * weights + _with_drafters(counts.seen[:NOTHING], own)
@@ -72,15 +72,15 @@ class Acceptance:
         self._offered = self._offered * weight + counts.offered
 
     def fade(self) -> None:
-        """Let new observations soon outweigh the old ones, because policy or drafter has changed."""
+        """Reduce the weight of old observations, because policy or drafter has changed."""
         self._seen *= KEPT_ON_REFIT
         self._right *= KEPT_ON_REFIT
         self._offered *= KEPT_ON_REFIT
 
     def by_position(self) -> Floats:
-        """The probability that a draft's token is right if those before it are, [kinds, k].
+        """The probability that a draft's token is right given that those before it are, [kinds, k].
 
-        What has been seen rarely is taken to be as likely as at the position before, and there as it was guessed.
+        A position seen rarely is assumed to be as likely as the one before it, and the first one as likely as guessed.
         """
         found, before = [], self._guess
         for seen, right in zip(self._seen.T, self._right.T, strict=True):
@@ -89,15 +89,15 @@ class Acceptance:
         return np.stack(found, 1)
 
     def accepted(self) -> Floats:
-        """The expected accepted tokens of a draft, [k + 1, kinds], by its length."""
+        """The expected accepted tokens of a draft by its length, [k + 1, kinds]."""
         chances = self.by_position().cumprod(1)
         chances[DRAFTERS, self._drafter_k :] = 0
         return np.concatenate([np.zeros((1, NOTHING)), chances.cumsum(1).T])
 
     def tokens(self) -> Floats:
-        """The expected tokens of a request in an iteration, [k + 1], by the length of drafts; 1 without one.
+        """The expected tokens of a request in an iteration by draft length, [k + 1]; 1 without a draft.
 
-        Before anything is known, requests are taken to have a draft of the drafter, if there is one.
+        Without observations, each request is assumed to have a draft of the drafter, if there is one.
         """
         offered = self._offered.copy()
         offered[DRAFTERS if self._drafter_k else NOTHING] += PRIOR_REQUESTS
@@ -114,9 +114,9 @@ def _with_drafters(counts: NDArray[np.int64], own: slice) -> NDArray[np.int64]:
 
 
 class Seconds:
-    """The seconds of an iteration by its batch size, for one draft length.
+    """The seconds of an iteration by batch size, for one draft length.
 
-    Between the sizes of CUDA graphs an iteration takes as long as at the next larger one.
+    An iteration between two CUDA graph sizes takes as long as at the larger one.
     """
 
     def __init__(self, k: int, graph_sizes: Sequence[int]) -> None:
@@ -125,19 +125,19 @@ class Seconds:
         self._rows, self._logs = np.empty(0), np.empty(0)  # rows that were measured, ascending, and logs of the seconds
 
     def computed(self, batch: int) -> int:
-        """The rows that are computed for a batch, those that pad it to a graph's size included."""
+        """The rows computed for a batch, including padding to a graph's size."""
         rows = batch * self._per_request
         at = bisect_left(self._graphs, rows)
         return self._graphs[at] if at < len(self._graphs) else rows
 
     def measure(self, batch: int, seconds: float) -> None:
-        """Take the seconds of an iteration."""
+        """Record the seconds of an iteration."""
         known = dict(zip(self._rows, self._logs, strict=True)) | {float(self.computed(batch)): math.log(seconds)}
         self._rows = np.array(sorted(known))
         self._logs = np.array([known[rows] for rows in self._rows])
 
     def log(self, batch: int) -> float:
-        """The log of the expected seconds: never less for more rows, on a line beyond the most measured."""
+        """The log of the expected seconds: nondecreasing in the rows, linear beyond the most measured."""
         assert len(self._rows), "nothing was measured"
         asked, seconds = self.computed(batch), np.exp(np.maximum.accumulate(self._logs))
         beyond = asked - self._rows[-1]
@@ -147,7 +147,7 @@ class Seconds:
         return math.log(seconds[-1] + slope * beyond)
 
     def move(self, batch: int, by: float) -> None:
-        """Move what is known by a difference in log seconds: by all of it near `batch`, by half of it far away."""
+        """Shift all log seconds by a difference: by all of it near `batch`, by half of it far away."""
         self._logs += by / 2 * (1 + 2 ** -np.abs(np.log2(self._rows / self.computed(batch))))
 
 
@@ -161,22 +161,22 @@ class CostModel:
         drafter_k: int = 0,
         graph_sizes: Sequence[int] = (),
     ) -> None:
-        """Begin with guesses of what is accepted; `measure` must follow. On CPUs there are no `graph_sizes`."""
+        """Begin with guesses of the acceptance; `measure` must follow. On CPUs there are no `graph_sizes`."""
         self.max_batch, self.lengths = max_batch, possible_lengths(k, drafter_k)
         self.acceptance = Acceptance(k, drafter_k)
         self._seconds = {length: Seconds(length, sorted(graph_sizes)) for length in self.lengths}
         self.begin()
 
     def begin(self) -> None:
-        """Forget what drafts brought single requests; before a generation, and after it."""
+        """Reset the averages of one generation; called before and after it."""
         self._average = self.acceptance.tokens()
         self._accepted, self._expected = np.zeros_like(self._average), np.zeros_like(self._average)
 
     def follow(self, k: int, tokens: float) -> None:
-        """Learn from an iteration with drafts of `k` tokens, in which the running requests got this many on average.
+        """Learn from an iteration with drafts of `k` tokens that yielded `tokens` per running request on average.
 
-        Long responses may be drafted worse than others, and they are those that the others wait for. What one length
-        brought them says nothing of the others: text may go on where the drafter ends, or not.
+        Drafts of long responses, for which the others wait, may be worse than the average. The yield of one length says
+        nothing about the other lengths, because text may or may not continue the drafter's draft.
         """
         kept = np.full_like(self._average, 1 - 1 / OTHERS_WINDOW)
         kept[k] = 1 - 1 / RUNNING_WINDOW
@@ -191,13 +191,13 @@ class CostModel:
         return [(batch, length) for length in self.lengths for batch in sizes]
 
     def measure(self, batch: int, k: int, seconds: float) -> None:
-        """Take the seconds of an iteration of `batch` requests with drafts of `k` tokens, the drafting included."""
+        """Record the seconds, including drafting, of an iteration of `batch` requests with drafts of `k` tokens."""
         self._seconds[k].measure(batch, seconds)
 
     def observe(self, batch: int, k: int, seconds: float) -> None:
         """Learn from an iteration in which all of `batch` requests were decoding.
 
-        All draft lengths share what is new: contexts that grow and machines that slow down change all of them.
+        The change applies to all draft lengths: growing contexts and slowing machines affect all of them.
         """
         rows = self._seconds[k]
         # A pause of the machine must not count for many iterations.
@@ -206,12 +206,12 @@ class CostModel:
             others.move(batch, change if length == k else SHARED * change)
 
     def rates(self, batch: int) -> dict[int, float]:
-        """The tokens per second of all requests that are expected at a batch size, by the length of drafts."""
+        """The expected tokens per second of all requests at a batch size, by draft length."""
         ratio = (self._accepted + PRIOR_RUNNING) / (self._expected + PRIOR_RUNNING)
         tokens = 1 + (self.acceptance.tokens() - 1) * ratio
         return {k: batch * float(tokens[k]) / math.exp(seconds.log(batch)) for k, seconds in self._seconds.items()}
 
     def best(self, batch: int) -> int:
-        """The length that brings the most tokens per second; 0 if none clearly surpasses plain decoding."""
+        """The length with the most tokens per second; 0 if none clearly surpasses plain decoding."""
         rates = self.rates(batch)
         return max(rates, key=lambda length: rates[length] / (1 + WORTHWHILE if length else 1))

@@ -1,7 +1,7 @@
-"""The choice of every request's draft on the device, and what drafts of each kind came to.
+"""The choice of every request's draft on the device, and the outcomes of each kind of draft.
 
-`DeviceDrafts` is asked once an iteration: it compares all drafts that there might have been with what came, and chooses
-among those that there may be next. It waits for nothing and needs no engine. `kernels` does the same in Triton.
+Once per iteration, `DeviceDrafts` compares all candidate drafts of the last iteration with the sampled tokens, and
+chooses among the next ones, without waiting for the device or needing an engine. `kernels` does the same in Triton.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROMPT, NUMBER, LIMIT, START = range(FACTS)
 
 
 class Requests(NamedTuple):
-    """What is known of all requests, by their slots in the runner; tensors on one device."""
+    """The state of all requests, by their slots in the runner; tensors on one device."""
 
     facts: Tensor
     """[slots, 4] int64: the number of the prompt, see `TextIndex.find`; a number from 1 that no other request has; the
@@ -55,19 +55,19 @@ class Batch(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What drafts of each kind came to, or would have, as int64 arrays."""
+    """The outcomes of each kind of draft, verified or not, as int64 arrays."""
 
     seen: NDArray[np.int64]
     """[kinds, k]: how often the token at a position, drafted or not, was compared, those before it being right."""
     right: NDArray[np.int64]
-    """[kinds, k]: how often it was what came."""
+    """[kinds, k]: how often it was the sampled token."""
     offered: NDArray[np.int64]
     """[kinds]: how often each kind was the best that there was for a request with room for a draft; the last where
     there was nothing."""
 
 
 class DeviceDrafts:
-    """Chooses drafts among text and the drafter's, and counts how often each kind is right, in PyTorch."""
+    """Chooses between text drafts and the drafter's, and counts how often each kind is right, in PyTorch."""
 
     def __init__(self, num_slots: int, k: int, device: torch.device | str = "cpu") -> None:
         """Begin without text, with room for `num_slots` requests at once and drafts of up to `k` tokens."""
@@ -75,17 +75,17 @@ class DeviceDrafts:
         self.device = torch.device(device)
         self.index = TextIndex([], device)
         self.expected = torch.zeros(k + 1, KINDS, device=device)
-        """The accepted tokens that a draft is expected to bring, by its length and kind; below 0 for no draft."""
+        """The expected accepted tokens of a draft, by its length and kind; below 0 for no draft."""
         self.behind = torch.zeros(k + 1, k + 1, KINDS, device=device)
-        """The same of a drafter's draft, by its length, the drafter's passes, and the kind of the text behind it."""
+        """The same for a drafter's draft, by its length, the drafter's passes, and the kind of continuing text."""
         self.expect(np.zeros((k + 1, NOTHING)), recalls=True)
         self._column, self._back = torch.arange(k, device=device), torch.arange(LONGEST, device=device)
-        # What was predicted for the request of each slot, and for which request, at which length.
+        # The prediction for each slot: the draft, the request it is for, and that request's length.
         self.made_at = torch.full((num_slots, 2), -1, dtype=torch.int64, device=device)
         self.tokens = torch.full((num_slots, CANDIDATES, k), END, dtype=torch.int64, device=device)
         self.kinds = torch.full((num_slots, CANDIDATES), NOTHING, dtype=torch.int64, device=device)
         self.has_drafter = False
-        """Whether there is a drafter, in iterations without its drafts too."""
+        """Whether there is a drafter, even in iterations without its drafts."""
         self.sources = torch.zeros(num_slots, dtype=torch.int32, device=device)
         """The place in `SOURCES` of the source of each slot's next draft."""
         self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)
@@ -99,10 +99,10 @@ class DeviceDrafts:
         self.stop_tokens = torch.tensor([*stop_tokens], dtype=torch.int64, device=self.device)
 
     def expect(self, accepted: NDArray[np.float64], recalls: bool) -> None:
-        """Set what decides between the drafts of a request.
+        """Set what decides between a request's drafts.
 
         Args:
-            accepted: [k + 1, kinds but `NOTHING`], the accepted tokens that a draft should bring, by its length.
+            accepted: [k + 1, kinds but `NOTHING`], the expected accepted tokens of a draft by its length.
             recalls: Whether recent text may be drafted.
         """
         table = np.pad(accepted, ((0, 0), (0, 1)), constant_values=-1.0)
@@ -122,7 +122,7 @@ class DeviceDrafts:
         return Counts(seen, right, self.offered.cpu().numpy().copy())
 
     def observe(self, requests: Requests, batch: Batch) -> None:
-        """Count what became of the predictions that were made for these requests in their last iteration."""
+        """Count the outcomes of the predictions made for these requests in their last iteration."""
         column, slots, num_sampled = self._column, batch.slots.long(), batch.num_sampled.long()
         before = requests.lengths[slots].long() - num_sampled
         at = (before[:, None] + column).clamp(max=requests.tokens.shape[1] - 1)
@@ -139,8 +139,8 @@ class DeviceDrafts:
     def choose(self, requests: Requests, batch: Batch, drafter: Tensor | None, length: int) -> Tensor:
         """Choose the next draft of each request, int64 [requests, k], of which `length` tokens will be verified.
 
-        It is the candidate of the kind that is expected to bring most. Where no candidate has a token, the request's
-        last token stands, which counts as no draft: the policy must be able to read it.
+        It is the candidate of the kind with the most expected accepted tokens. Places without a candidate token hold
+        the request's last token, which the policy can read and which counts as no draft.
 
         Args:
             drafter: [requests, any number up to k] int64, the drafter's drafts, `END` where it has none; None if it
@@ -158,8 +158,8 @@ class DeviceDrafts:
         worth_behind = self.expected[0, DRAFTERS]
         if drafter is not None:
             candidates[:, -1], worth_behind = self._with_text(drafter, last, facts[:, PROMPT], length)
-        # Verification adds a token after a draft, and that one must fit. A response may be computed for one more
-        # iteration before vLLM learns that it has ended: nothing is predicted for it.
+        # Verification adds a token after a draft, which must fit too. A response may be computed for one more iteration
+        # before vLLM learns that it has ended: nothing is predicted for it.
         has_ended = (last[:, :1] == self.stop_tokens).any(1)
         room = torch.where(has_ended, 0, facts[:, LIMIT] - lengths - 1)
         candidates = torch.where(self._column < room[:, None, None], candidates, END)
@@ -181,15 +181,15 @@ class DeviceDrafts:
         return torch.where(drafts == END, tokens[:, :1], drafts)
 
     def _with_text(self, drafter: Tensor, last: Tensor, prompts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        # The drafter's drafts with text behind them, and the accepted tokens that each of both together should bring.
+        # The drafter's drafts continued by text, and the expected accepted tokens of both together.
         found = self.index.find(torch.cat((drafter.flip(1), last), 1)[:, :LONGEST], prompts)
         worth = self.behind[length, drafter.shape[1]][found.kinds]
         best = worth.argmax(1, keepdim=True)
-        # Only where some of it will be verified: what is found must not count as the drafter's otherwise.
+        # Only where some of the text will be verified: otherwise it must not count as the drafter's.
         places = found.places if length > drafter.shape[1] else torch.zeros_like(found.places)
         text = self.index.ahead(places.gather(1, best)[:, 0], self.k - drafter.shape[1])
         return until_end(torch.cat((drafter, text), 1)), worth.gather(1, best)[:, 0]
 
     def offers(self, drafter: Tensor | None) -> bool:
-        """Whether an iteration counts in `Counts.offered`: a drafter that made no drafts might have had some."""
+        """Whether an iteration counts in `Counts.offered`: not while the drafter, if there is one, is off."""
         return drafter is not None or not self.has_drafter

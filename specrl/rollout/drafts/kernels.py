@@ -1,6 +1,6 @@
 """`DeviceDrafts` in Triton, for GPUs: one launch to compare drafts and one to choose them, a program per request.
 
-Every value is an integer or is copied, so that the results equal PyTorch's to the bit.
+Every value is an integer or a copy, so the results equal PyTorch's bit for bit.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ FACTS = tl.constexpr(device_drafts.FACTS)
 
 
 class TritonDrafts(DeviceDrafts):
-    """Chooses drafts and counts how often each kind is right, by two kernels."""
+    """Chooses drafts and counts how often each kind is right, with two kernels."""
 
     def observe(self, requests: Requests, batch: Batch) -> None:
-        """Count what became of the predictions, as `DeviceDrafts.observe` does."""
+        """Count the outcomes of predictions, as `DeviceDrafts.observe` does."""
         asked = *batch, requests.facts, requests.lengths, requests.tokens, requests.tokens.stride(0)
         made = self.made_at, self.tokens, self.kinds
         columns = triton.next_power_of_2(self.k)
@@ -78,7 +78,7 @@ def compare(
     k,
     columns: tl.constexpr,
 ):
-    """Count what became of the predictions for a request."""
+    """Count the outcomes of a request's predictions."""
     request = tl.program_id(0)
     slot = tl.load(slots + request).to(tl.int64)
     new = tl.load(num_sampled + request).to(tl.int64)
@@ -139,7 +139,7 @@ def find_drafts(
     all_stops: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """Find all candidates of a request, write them down to be compared, and choose one."""
+    """Find all candidates of a request, store them for comparison, and choose one."""
     request = tl.program_id(0)
     slot = tl.load(slots + request).to(tl.int64)
     facts, drafter = facts + slot * FACTS, drafter + request * drafter_stride
@@ -150,8 +150,8 @@ def find_drafts(
     behind = worth_behind + (draft_length * (k + 1) + passes) * KINDS
     found, kind, worth_after = _candidates(searched, tl.load(facts), written, made, behind, none)
 
-    # Verification adds a token after a draft, and that one must fit. A response may be computed for one more
-    # iteration before vLLM learns that it has ended: nothing is predicted for it.
+    # Verification adds a token after a draft, which must fit too. A response may be computed for one more iteration
+    # before vLLM learns that it has ended: nothing is predicted for it.
     latest = tl.load(response + length - 1).to(tl.int64)
     has_ended = _is_stop(latest, stop_tokens, num_stops, all_stops) & (length > first)
     room = tl.where(has_ended, 0, tl.minimum(tl.load(facts + LIMIT) - length - 1, k))
@@ -178,7 +178,7 @@ def find_drafts(
 
 @triton.jit
 def _candidates(searched, prompt, written, made, worth_behind, none):
-    """Where in the text each candidate goes on, its kind, and what the drafter's is worth with text behind it."""
+    """Where in the text each candidate starts, its kind, and the value of the drafter's draft continued by text."""
     response, length, first = written
     _, passes, _ = made
     candidate, back = tl.arange(0, ROWS), tl.arange(0, LONGEST)
@@ -194,7 +194,7 @@ def _candidates(searched, prompt, written, made, worth_behind, none):
 
 @triton.jit
 def _drafts_at(found, text, drafter, passes, room, none, columns: tl.constexpr):
-    """The tokens of each candidate, `END` behind their end and beyond the room, and how many they are."""
+    """The tokens of each candidate, with `END` after its end and beyond `room`, and their number."""
     candidate, column = tl.arange(0, ROWS), tl.arange(0, columns)
     ahead = tl.maximum(tl.minimum(found[:, None] + column[None, :], none), 0)
     tokens = tl.load(text + ahead).to(tl.int64)
@@ -215,7 +215,7 @@ def _is_stop(token, stop_tokens, num_stops, all_stops: tl.constexpr):
 
 @triton.jit
 def _continuing(searched, owner, first_kind, drafter, passes, draft_length, response, length, first, worth, none):
-    """The place of the text behind the drafter's tokens, searched for as if they had come, and what both are worth."""
+    """The place of text that continues the drafter's tokens, found as if they were sampled, and the value of both."""
     back, candidate = tl.arange(0, LONGEST), tl.arange(0, ROWS)
     earlier = length - 1 - back + passes
     is_earlier = (back >= passes) & (earlier >= first)
@@ -229,7 +229,7 @@ def _continuing(searched, owner, first_kind, drafter, passes, draft_length, resp
 
 @triton.jit
 def _by_last(keys, places, count, steps, hashing, last_of_size, last, owner, first_kind, none):
-    """For each owner of text the place where the most of the last tokens are found, and the kind of draft that is."""
+    """For each owner of text, the place of the longest match of the last tokens, and its kind of draft."""
     back, size = tl.arange(0, LONGEST), tl.arange(0, SIZES)
     within = back[None, :] <= tl.load(last_of_size + size)[:, None]
     sums = tl.sum(tl.where(within, (last * tl.load(hashing + back))[None, :], 0), 1)
@@ -248,7 +248,7 @@ def _mixed(keys):
 
 @triton.jit
 def _search(keys, count, steps, wanted):
-    """The first place in ascending `keys` of one that is not less; the last key is never less."""
+    """The index of the first of the ascending `keys` that is not less than `wanted`; the last key never is."""
     low = wanted * 0
     high = low + (count - 1)
     for _ in range(steps):

@@ -1,8 +1,8 @@
-"""Text on the device, found by the last tokens of a response.
+"""Texts on the device, searched by the last tokens of a response.
 
-All texts are one tensor, and their places are found in a sorted tensor of keys, which is built between generations: a
-search takes the same few operations for any number of requests, and its time grows with the logarithm of the text.
-Keys are 63-bit hashes of tokens; two that collide cost a draft, never a token.
+All texts form one tensor, and their places are looked up in a sorted tensor of keys, built between generations: a
+search takes the same few operations for any number of requests, in time logarithmic in the length of the text.
+Keys are 63-bit hashes of tokens; a collision costs a draft, never a token.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from specrl.rollout.drafts.acceptance import CONTINUED_DRAFT, DRAFTER, RECENT, REPLAY
 
 END = -1
-"""The marker before and after texts, and of the places of a draft that hold no token; no token has this id."""
+"""Marks the start and end of texts, and places of a draft without a token; no token has this id."""
 SIZES = (8, 5, 3, 2)
-"""The numbers of last tokens by which text is looked up; the first that is found counts."""
+"""The numbers of last tokens by which text is looked up; the first match counts."""
 LONGEST = SIZES[0]
 STORED, RECENT_TEXT = 0, len(SIZES)
 DRAFTERS = RECENT_TEXT + len(SIZES)
@@ -28,7 +28,7 @@ CONTINUED = DRAFTERS + 1
 """The kinds of drafts: stored and recent text, by the size found; the drafter's, and the same with text behind it."""
 NOTHING = CONTINUED + 1
 SOURCES = (REPLAY, RECENT, DRAFTER, CONTINUED_DRAFT)
-"""The sources of drafts: of stored text, of recent text, and the last two kinds."""
+"""The sources of drafts: stored text, recent text, and the last two kinds."""
 ANY_PROMPT = -1
 """Stands for the prompt in the keys of recent text."""
 _RANDOM = torch.randint(
@@ -41,7 +41,7 @@ _NO_KEY = torch.iinfo(torch.int64).max
 
 
 class Text(NamedTuple):
-    """A response that may be drafted from."""
+    """A response to draft from."""
 
     tokens: Sequence[int] | NDArray[np.int32]
     prompt: int = ANY_PROMPT
@@ -52,16 +52,16 @@ class Found(NamedTuple):
     """Text that may continue each request of a batch."""
 
     places: Tensor
-    """[requests, texts] int64, where in `TextIndex.tokens` it goes on; at an `END` where there is none."""
+    """[requests, texts] int64, where in `TextIndex.tokens` the text continues; an `END` if there is none."""
     kinds: Tensor
     """[requests, texts] int64; `NOTHING` where there is none."""
 
 
 class TextIndex:
-    """Texts and where they are found; it never changes."""
+    """An immutable index of texts."""
 
     def __init__(self, texts: Sequence[Text], device: torch.device | str = "cpu") -> None:
-        """Lay out the texts and index them; where continuations are equally common, the earlier text counts."""
+        """Lay out the texts and index them; of equally common continuations, the earlier text's is used."""
         self.hashing = torch.tensor(_RANDOM, device=device)
         self._factors, self._salts = self.hashing[:LONGEST], self.hashing[LONGEST + 1 :]
         self.last_of_size = torch.tensor(SIZES, device=device) - 1
@@ -83,16 +83,16 @@ class TextIndex:
         places = is_place.nonzero()[:, 0]
         last = tokens[places[:, None] - 1 - self._column]
         keys = self._keys(last, owner[places])
-        # A response begins as one stored for its prompt did; it does not begin as just any one did.
+        # The beginning of a response is matched only with responses stored for its own prompt.
         is_whole = (owner[places] != ANY_PROMPT)[:, None] | (last[:, self.last_of_size] != END)
         self.keys, self.places = _most_common(keys[is_whole], places[:, None].expand_as(keys)[is_whole], tokens)
 
     def find(self, last: Tensor, prompts: Tensor) -> Found:
-        """Find stored and recent text, in this order, by the last tokens; nothing here waits for the device.
+        """Find stored and recent text, in this order, by the last tokens, without waiting for the device.
 
         Args:
-            last: [requests, LONGEST] int64, the last tokens of its response, the latest first; `END` beyond its start.
-            prompts: [requests] int64, the number of its prompt; below `ANY_PROMPT` where nothing is stored for that.
+            last: [requests, LONGEST] int64, the last tokens of each response, latest first; `END` beyond its start.
+            prompts: [requests] int64, the number of each prompt; below `ANY_PROMPT` if no text is stored for it.
         """
         both = torch.stack((prompts, torch.full_like(prompts, ANY_PROMPT)), 1)
         wanted = self._keys(last[:, None], both)  # [requests, stored or recent, sizes]
@@ -123,14 +123,14 @@ def _mixed(keys: Tensor) -> Tensor:
 
 
 def _most_common(keys: Tensor, places: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    # By key and next token; of places with the same ones the first comes first.
+    # By key and next token, and then by place.
     pairs, order = (keys * (_RANDOM[0] | 1) + tokens[places]).sort(stable=True)
     fresh = torch.ones_like(pairs, dtype=torch.bool)
     fresh[1:] = pairs[1:] != pairs[:-1]
     first = fresh.nonzero()[:, 0]
     counts = torch.cat((first[1:], first.new_tensor([len(pairs)]))) - first
     keys, places = keys[order][first], places[order][first]
-    # By key, then the most common next token, at a tie the one met first.
+    # By key; then the most common next token or, at a tie, the one seen first.
     order = (places - (counts << 40)).sort().indices
     order = order[keys[order].sort(stable=True).indices]
     keys, places = keys[order], places[order]

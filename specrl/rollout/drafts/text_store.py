@@ -1,6 +1,6 @@
-"""The text of one engine to draft from: responses stored for prompts, the latest ones to any prompt, and siblings.
+"""One engine's texts to draft from: responses stored for prompts, the latest responses to any prompt, and siblings.
 
-Siblings are the finished responses of a generation to a prompt that others of its requests are still answering.
+Siblings are a generation's finished responses to a prompt that other requests are still answering.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from specrl.rollout.drafts.text_index import ANY_PROMPT, Text, TextIndex
 UNKNOWN_PROMPT = ANY_PROMPT - 1
 """The number of a prompt for which nothing is stored."""
 NOTEWORTHY = 8
-"""The index is made anew once what it lacks is one part of so many."""
+"""The index is rebuilt once the text it lacks is one part in this many."""
 Tokens = tuple[int, ...]
 
 
 class TextStore:
-    """Holds the texts, and indexes them when a generation begins and now and then as siblings finish."""
+    """Holds the texts, and indexes them when a generation begins and repeatedly as siblings finish."""
 
     def __init__(self, recent_tokens: int = 0) -> None:
         self.recent_tokens = recent_tokens
-        """How many tokens are kept of the latest responses, and of siblings, in whole responses."""
+        """The number of tokens kept of the latest responses, and of siblings, in whole responses."""
         self._with_text: dict[Tokens, int] = {}  # the numbers of the prompts that responses are stored for
-        self._prompts: dict[Tokens, int] = {}  # the same, and those of the groups of this generation
+        self._prompts: dict[Tokens, int] = {}  # the same, and the numbers of this generation's prompts
         self._next_number = 0  # no number is used again while an index may hold its texts
         self._stored: list[Text] = []
         self._counts: Counter[int] = Counter()  # the stored responses by prompt
-        self._own: dict[tuple[int, int], Sequence[int]] = {}  # those whose seeds are known, by prompt and seed
+        self._own: dict[tuple[int, int], Sequence[int]] = {}  # stored responses with known seeds, by prompt and seed
         self._recent: list[Text] = []
         self._siblings: list[Text] = []
-        self._groups: Counter[Tokens] = Counter()  # the requests of each that have not finished
+        self._groups: Counter[Tokens] = Counter()  # the number of unfinished requests by prompt
         self._index: TextIndex | None = None
-        self._unindexed = 0  # the tokens of responses that the index lacks
+        self._unindexed = 0  # the number of response tokens not yet in the index
 
     def store(
         self, texts: Mapping[Tokens, Sequence[Sequence[int]]], seeds: Mapping[Tokens, Sequence[int]] | None = None
@@ -60,7 +60,7 @@ class TextStore:
             self._prompts[prompt], self._next_number = self._next_number, self._next_number + 1
 
     def remember(self, response: Sequence[int], prompt_tokens: Sequence[int] = ()) -> None:
-        """Add a response, which may be drafted from in the next generation, and in this one by its siblings."""
+        """Add a response to draft from in the next generation and, for its siblings, in this one."""
         if not self.recent_tokens:
             return
         tokens, prompt = np.asarray(response, np.int32), tuple(prompt_tokens)
@@ -73,19 +73,19 @@ class TextStore:
 
     @property
     def has_siblings(self) -> bool:
-        """Whether a response has finished that requests which still run may draft from."""
+        """Whether there are finished responses from which requests that still run may draft."""
         return bool(self._siblings)
 
     def forget_recent(self) -> None:
-        """Drop all responses that were remembered."""
+        """Drop all remembered responses."""
         self._recent, self._index = [], None
 
     def number_of(self, prompt_tokens: Sequence[int]) -> int:
-        """The number that the prompt's stored responses and siblings have, or `UNKNOWN_PROMPT`."""
+        """The prompt's number, under which its texts are indexed, or `UNKNOWN_PROMPT`."""
         return self._prompts.get(tuple(prompt_tokens), UNKNOWN_PROMPT) if self._prompts else UNKNOWN_PROMPT
 
     def stored(self, prompt_tokens: Sequence[int], seed: int) -> tuple[int, int]:
-        """How many responses to the prompt are stored, and how many tokens the one of this seed has."""
+        """The number of stored responses to the prompt, and of tokens in the one with this seed."""
         number = self.number_of(prompt_tokens)
         return self._counts[number], len(self._own.get((number, seed), ()))
 

@@ -1,8 +1,8 @@
-"""The guard of the drafter: a damaged, stale or lost drafter costs time silently, so it is noticed after a refit.
+"""The guard of the drafter: a damaged, stale or lost drafter would silently cost time, so refits are checked for it.
 
 Its tensors are compared at every refit. At the start, before a checkpoint and every `refit.probe_every` steps the
 engines also answer a fixed probe, whose acceptance is compared with its running value. On a collapse, trainer and
-engine go back to the last good drafter; if that is accepted no better, speculation is turned off, and the run goes on.
+engine return to the last good drafter; if that does no better, speculation is turned off, and the run continues.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NUM_PROMPTS, RESPONSES, PROBE_TOKENS = 8, 2, 14
 class AcceptanceWatch:
     """Compares acceptance per position with its running value; neither noise nor slow drift counts.
 
-    It has collapsed at a position where it is below `COLLAPSE` times the running value and also below that value by
-    more than `STANDARD_ERRORS` (binomial, from the number of drafts).
+    Acceptance has collapsed at a position if it is below `COLLAPSE` times the running value and also more than
+    `STANDARD_ERRORS` (binomial, from the number of drafts) below that value.
     """
 
     COLLAPSE, STANDARD_ERRORS, SMOOTHING = 0.5, 3.0, 0.5
@@ -40,7 +40,7 @@ class AcceptanceWatch:
         self.running: tuple[float, ...] = ()
 
     def check(self, stats: SpeculationStats, version: int) -> None:
-        """Compare the rates of a probe with the running value, then take them into it.
+        """Compare the rates of a probe with the running values, then update these.
 
         Raises:
             DrafterCollapseError: Nothing was drafted, or acceptance has collapsed at a position.
@@ -84,17 +84,17 @@ class GuardReport:
 
 
 class DrafterGuard:
-    """Keeps in host memory the last version of the drafter that a probe found good."""
+    """Keeps the last version of the drafter that passed a probe, in host memory."""
 
     def __init__(self, engine: Engine, drafter: Drafter | None, requests: list[Request], ranks: Ranks) -> None:
-        """Guard the drafter of one engine, whose part of the probe `requests` are; without a drafter do nothing."""
+        """Guard one engine's drafter with its part of the probe, `requests`; without a drafter, do nothing."""
         self._engine = engine
         self._drafter = drafter
         self._requests = requests
         self._ranks = ranks
         self._watch = AcceptanceWatch()
         self._probed = False
-        # The drafter's number of changes when the engine was given it, and when it was last copied.
+        # The drafter's change counter when it was last loaded into the engine, and when it was last copied.
         self._loaded, self._copied = 0, -1
         self._buffers = HostCopy()
         self._last_good: dict[str, Tensor] = {}
@@ -106,7 +106,7 @@ class DrafterGuard:
         if self._drafter is None or not self._engine.speculates:
             return GuardReport(reloaded=False, speculating=self._engine.speculates, acceptance_length=1.0)
         self._probed, self._loaded = False, self._drafter.changes
-        if self._copied < 0:  # the first drafter is the only one to go back to
+        if self._copied < 0:  # before the first copy there is only this drafter to return to
             self._keep()
         fault = self._of_any_rank(self._verify)
         if fault is None and not probe:
@@ -114,7 +114,7 @@ class DrafterGuard:
         return self._settle(fault or self._probe_fault(version), version)
 
     def confirm(self, version: int) -> int:
-        """Probe the drafter for a checkpoint that was not foreseen at its refit; return the failures (collective)."""
+        """Probe the drafter before a checkpoint not foreseen at its refit; return the failures (collective)."""
         if self._drafter is None or not self._engine.speculates or self._probed:
             return 0
         return self._settle(self._probe_fault(version), version).failures
@@ -139,7 +139,7 @@ class DrafterGuard:
                 self._engine.stop_speculating()
                 off = "speculation is off until the stage starts anew"
                 self._events.append(f"{event}; its last good version did not help: {fault}; {off}")
-        # What ranks train in idle time is on no engine, was not probed, and differs from rank to rank.
+        # The ranks' drafters trained in idle time are on no engine, were not probed, and differ from each other.
         elif self._drafter.changes == self._loaded:
             self._keep()
         speculating = self._engine.speculates
@@ -162,7 +162,7 @@ class DrafterGuard:
 
     def _check_acceptance(self, version: int) -> None:
         engine = self._engine
-        # All drafts must be the drafter's, and stored text may be for a prompt of the probe.
+        # All drafts must be the drafter's, but stored text may belong to a prompt of the probe.
         if engine.replays:
             engine.set_replay({})
         chosen = engine.k
@@ -174,7 +174,7 @@ class DrafterGuard:
         found = self._ranks.gather((generation.stats, longest) if engine.is_first else None)
         parts = [part for part in found if part is not None]
         self._stats = over_engines([stats for stats, _ in parts])
-        # In responses of one or two tokens there may be nothing to draft, with any drafter.
+        # Responses of one or two tokens may leave nothing to draft for any drafter.
         if self._stats.num_drafts or max(longest for _, longest in parts) > 2:
             self._watch.check(self._stats, version)
 

@@ -1,4 +1,4 @@
-"""A refit: the engine gets the trainer's policy and drafter, and is checked to hold them (invariant 4)."""
+"""Refits: load the trainer's policy and drafter into the engine, and check that it holds them (invariant 4)."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Refit:
     num_loads: int = 0
 
     def load(self, version: int, kv_scales: KvScales | None = None, *, probe: bool = True) -> dict[str, float]:
-        """Give the engine the trainer's policy and drafter; return what is found of how it computes, as in MLflow.
+        """Load the trainer's policy and drafter into the engine; return the checks' metrics under their MLflow names.
 
-        A wrong drafter is replaced by `DrafterGuard`, and is no error.
+        A wrong drafter is no error: `DrafterGuard` replaces it.
 
         Args:
-            kv_scales: New scales of an FP8 KV cache; without them the engine keeps those that it has.
-            probe: Whether the drafter is probed, as it always is in the first refit.
+            kv_scales: New scales of an FP8 KV cache; None keeps the old ones.
+            probe: Whether to probe the drafter; the first refit always does.
 
         Raises:
             RefitError: A tensor is missing, unknown or wrong, or the engine's log-probs are not the trainer's. Tensors
@@ -74,7 +74,7 @@ class Refit:
             yield name, tensor
 
     def _on_all_ranks[Result](self, check: Callable[[], Result]) -> Result:
-        # An error of any rank is raised on all of them: none may wait for one that has gone.
+        # An error on any rank is raised on all ranks, so that none waits for one that has gone.
         error: RefitError | None = None
         try:
             result = check()

@@ -59,11 +59,11 @@ def check_policy(
 def check_moved_on(
     engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[float]], earlier: Sequence[Sequence[float]]
 ) -> bool:
-    """Whether it is certain that the engine's log-probs are those of the trainer's policy, not of its `earlier` one.
+    """Whether the engine's log-probs are certainly those of the trainer's current policy, not of its `earlier` one.
 
-    Weights that silently stay as they were pass the other checks while the policy moves less than their tolerances, and
-    so does a trainer that sends those of an earlier step. Rounding moves some tokens by more than a step does, so the
-    two policies must be well apart, and most tokens must agree on which of them it is.
+    Weights that silently stay the same pass the other checks while the policy moves less than their tolerances, as do
+    an earlier step's weights sent by the trainer. Rounding moves some tokens by more than a step does, so the two
+    policies must be well apart, and most tokens must agree on which of them the engine holds.
 
     Raises:
         PolicyParityError: The engine still computes with the earlier policy.
@@ -84,7 +84,7 @@ def check_moved_on(
 
 
 def probe_sequences(rollouts_dir: Path, longest: int) -> list[list[int]]:
-    """Read a few of the policy's own responses with their prompts, of which the last `longest` tokens differ most."""
+    """Read a few of the policy's own responses with their prompts, cut to the last `longest` tokens."""
     first = sorted(rollouts_dir.glob("step=*/rank-*.arrow"))[0]
     rollouts = {tuple(rollout.prompt_tokens): rollout for rollout in reversed(read_rollouts(first))}
     chosen = list(reversed(rollouts.values()))[:NUM_SEQUENCES]
@@ -92,16 +92,16 @@ def probe_sequences(rollouts_dir: Path, longest: int) -> list[list[int]]:
 
 
 def expected_difference(config: PrecisionConfig) -> float:
-    """By how much `precision.max_kl` raises mean |log p_engine - log p_trainer|, in nats; 0 in equal precision.
+    """How much mean |log p_engine - log p_trainer|, in nats, `precision.max_kl` allows; 0 in equal precision.
 
-    If log-ratios are normal with a variance of s^2, the KL divergence is s^2 / 2 and their mean magnitude is below s.
+    If log-ratios are normal with variance s^2, the KL divergence is s^2 / 2 and their mean magnitude is below s.
     """
     same = config.generation == config.training and config.kv_cache == "bf16"
     return 0.0 if same else math.sqrt(2 * config.max_kl)
 
 
 class RefitProbe:
-    """Compares engine and trainer on a few sequences (invariant 4); the drafter has a guard of its own."""
+    """Compares engine and trainer on a few sequences (invariant 4); `DrafterGuard` does so for the drafter."""
 
     def __init__(self, sequences: list[list[int]], config: Config) -> None:
         self._sequences = sequences
@@ -118,7 +118,7 @@ class RefitProbe:
         """
         found, routes = engine.score(self._sequences)
         if policy.routing is not None:
-            # Ranks that share a policy must send a token to the same experts, and have engines of their own.
+            # Ranks that share a policy must route a token to the same experts, but their engines may choose others.
             routes = policy.ranks.gather(routes if policy.ranks.is_first else [])[0]
         trainer = self._trainer_logprobs(policy, routes)
         report = check_policy(found, trainer, self._tolerance)

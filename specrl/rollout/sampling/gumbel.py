@@ -1,24 +1,23 @@
 """Drafter-invariant sampling: the token at (seed, position) depends on the policy's distribution alone.
 
-The picked token has the largest sum of scaled logit and Gumbel noise g(seed, position, token), drafted or not: it is
-distributed as the policy says (the Gumbel-max trick), and a draft is accepted when it is that token (Daliri, Musco,
+The picked token has the largest sum of scaled logit and Gumbel noise g(seed, position, token), drafted or not: it
+follows the policy's distribution (the Gumbel-max trick), and a draft is accepted when it is that token (Daliri, Musco,
 Suresh: "Coupling without communication and drafter-invariant speculative decoding", 2024). Two policies that differ
-little, or two roundings of one, seldom pick different tokens: with probability 2 TV / (1 + TV) at most, if TV is their
-total variation distance, however many tokens are likely.
+little, or two roundings of one, seldom pick different tokens: the probability is at most 2 TV / (1 + TV), where TV is
+their total variation distance, however many tokens are likely.
 
 Few tokens need their noise. Gumbel noise is minus the logarithm of an exponential variable, and the least of a group of
-such variables is one, too; what the others have beyond it is exponential again. So the noise of a group's tokens is
-made of what the group draws, its least value and the token that has it, and of what each other token adds. What the
-group draws bounds its tokens, and most groups of a row cannot win.
+such variables is exponential too, as is the excess of each other one over it. So the noise of a group's tokens consists
+of the group's draws, namely the least value and its token, and of the excess of each other token. The group's draws
+bound the noise of its tokens, and most groups of a row cannot win.
 
-Which token a row of logits gives is defined to the bit, so that neither the batch nor the device can change it. Logits
-are in bits, times log2(e) / temperature, as distances from the row's largest one. Every step is an FP32 multiplication
-or addition that is rounded by itself, and of equal sums that of the first token counts. `kernels` computes the same in
-Triton.
+The token picked from a row of logits is defined to the bit, so that neither batch nor device can change it. Logits are
+in bits, times log2(e) / temperature, as distances from the row's largest one. Every step is an FP32 multiplication or
+addition with its own rounding, and of tokens with equal sums the first wins. `kernels` computes the same in Triton.
 
 The sums that log-probs, top-k and top-p need are exact: a token's weight is 2 to the power of its distance, an integer
-in steps of 2^-35, and FP64 holds sums of these. Distances are from the largest logit of a block; sums are brought to
-the row's largest logit and rounded down block by block. Rows with top-k or top-p take weights relative to the latter.
+in steps of 2^-35, and FP64 represents their sums exactly. Distances are from the largest logit of a block; sums are
+rescaled to the row's largest logit and rounded down block by block. With top-k or top-p, distances are from the row's.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ sqrt(2); its relative error is 5e-8."""
 
 
 class Picked(NamedTuple):
-    """The tokens that were picked, one for each row of logits, and their probabilities."""
+    """The picked tokens, one for each row of logits, and their probabilities."""
 
     tokens: Tensor
     """[rows] int64."""
@@ -114,7 +113,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     )
     for _ in range(PHILOX_ROUNDS):
         products = (even * multipliers).flip(0)
-        # A product of two words may overflow into the sign bit: masking after the shift removes the copies of the sign.
+        # A product of two words may overflow into the sign bit: masking after the shift removes the sign's copies.
         even = (products >> 32).bitwise_and_(LOW_32).bitwise_xor_(odd).bitwise_xor_(keys)
         odd = products.bitwise_and_(LOW_32)
         keys = (keys + weyl).bitwise_and_(LOW_32)
@@ -124,9 +123,9 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 def noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """g(seed, position, token) of every token, FP32 [rows, vocab], in bits and with the same bits on every device.
 
-    The key is the seed. Counters (position, group // 4, 1, 0) have a word for each of four groups: its low 5 bits name
-    the token with the least variable, and the others, as v in (0, 1), make this -log2(1 - v) / 32. Counters (position,
-    token // 4, 0, 0) have a word for each of four tokens, and make what they add, -log2(1 - v). g is -log2 of the sum.
+    The key is the seed. Counters (position, group // 4, 1, 0) give a word for each of four groups: its low 5 bits name
+    the token with the least variable, which is -log2(1 - v) / 32 with v in (0, 1) from the other bits. Counters
+    (position, token // 4, 0, 0) give a word for each of four tokens: its excess is -log2(1 - v). g is -log2 of the sum.
 
     Args:
         seeds: [rows] int64, in [0, 2^63).
@@ -181,10 +180,10 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed
 
 
 def weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The probabilities that `pick` picks by, [rows, vocab] FP32, scaled so that the largest of a row is 1.
+    """The probabilities with which `pick` picks, [rows, vocab] FP32, scaled so that the largest of a row is 1.
 
-    Greedy rows are at temperature 1. Top-k comes first, then top-p of what it has left; both keep ties with the last
-    token inside.
+    Greedy rows are at temperature 1. Top-k is applied first, then top-p to the remaining tokens; both keep ties with
+    the last token kept.
     """
     wide = logits.float()
     found = _weights(wide - _bounded(wide.amax(-1, keepdim=True)), _scales(temperature))
@@ -219,7 +218,7 @@ def _block_sums(logits: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 def _kept_sums(
     logits: Tensor, largest: Tensor, scales: Tensor, top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Sums by block, FP64 [rows, blocks], of what top-k and top-p keep and of all, and the least logit kept [rows, 1].
+    # Sums by block, FP64 [rows, blocks], of the tokens kept by top-k and top-p and of all, and the least logit kept.
     wide = logits.float()
     found = _weights(wide - _bounded(largest), scales)
     whole = _split(found, filling=0.0).sum(-1, dtype=torch.float64)
@@ -243,7 +242,7 @@ def _winners(
     bounds = (grouped.amax(-1) - largest) * scales - _log2(_least(drawn)[0])
     last = torch.full_like(seeds[:, 0], logits.shape[1] - 1)
     best, tokens = torch.full_like(bounds[:, 0], -torch.inf), last
-    # A few groups first, and others where these do not decide: of a policy's logits seldom.
+    # A few groups first, and more only if these do not decide, which is rare with a policy's logits.
     numbers = bounds.topk(min(LIKELY, groups)).indices.flatten()
     rows = torch.arange(count, device=seeds.device).repeat_interleave(len(numbers) // count)
     while len(rows):

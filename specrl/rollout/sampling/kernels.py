@@ -1,8 +1,8 @@
 """`gumbel.pick` and `verification.verify` in Triton, for GPUs: the same tokens, without waiting for the device.
 
 A first kernel sums the weights of every block of the vocabulary, and finds the largest logit of each group of tokens.
-Another picks a token for each row, in the groups that can have it. Rows with top-k or top-p pass through a third kernel
-between them, which finds the least logit that is kept by bisection over its bits. No block size is tuned and sums of
+Another picks a token for each row among the groups that can contain it. Rows with top-k or top-p pass through a third
+kernel in between, which finds the least logit kept by bisection over its bits. No block size is tuned and sums of
 weights are exact, so that the token of a row does not depend on its batch.
 Multiplications and additions must not be fused (`OPTIONS`): that would round differently from `gumbel`.
 """
@@ -99,7 +99,7 @@ def accept(
     num_stops,
     all_stops: tl.constexpr,
 ):
-    """Write what a request gets."""
+    """Write the tokens that a request gets."""
     request = tl.program_id(0)
     first = tl.load(starts + request)
     count = tl.load(starts + request + 1) - first
@@ -116,12 +116,12 @@ def accept(
 
 @triton.jit
 def sum_blocks(logits, stride, vocab, temperature, sums, references, maxima, num_blocks):
-    """Write of one block of one row the sum of the weights; the largest logit, NaN if a logit is NaN or +inf; and the
-    largest of each group."""
+    """Write, for one block of a row, the sum of the weights, the largest logit (NaN if any is NaN or +inf), and the
+    largest logit of each group."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     x = _load(logits + row * stride, block * BLOCK + tl.arange(0, BLOCK), vocab)
     largest = tl.max(x)
-    is_finite = tl.min((x < float("inf")).to(tl.int32)) == 1  # false for NaN, too
+    is_finite = tl.min((x < float("inf")).to(tl.int32)) == 1  # false for NaN too
     distance = (x - _bounded(largest)) * _scale(tl.load(temperature + row))
     at = row * num_blocks + block
     tl.store(sums + at, tl.sum(tl.floor(_powers(distance)).to(tl.float64)))
@@ -146,9 +146,9 @@ def keep_most_probable(
     all_blocks: tl.constexpr,
     bits: tl.constexpr,
 ):
-    """Replace the sums of a row with top-k or top-p by those of what is kept, relative to the row's largest logit, and
-    the largest logits of groups by those of what is kept; write the sum of all weights to `whole`, and 0 for other
-    rows, and the least key that is kept."""
+    """For a row with top-k or top-p, reduce the sums, made relative to the row's largest logit, and the groups' largest
+    logits to the kept tokens, and write the least key kept; write the sum of all weights to `whole`, or 0 for other
+    rows."""
     row = tl.program_id(0).to(tl.int64)
     t, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
     has_top_k = (k > 0) & (k < vocab)
@@ -211,7 +211,7 @@ def pick_tokens(
     all_blocks: tl.constexpr,
     bits: tl.constexpr,
 ):
-    """Write what is picked for a row."""
+    """Write a row's entries of `Picked`."""
     row = tl.program_id(0).to(tl.int64)
     t, all_mass = tl.load(temperature + row), tl.load(whole + row)
     scale, is_greedy, is_limited = _scale(t), t == 0, all_mass > 0
@@ -240,7 +240,7 @@ def pick_tokens(
 
 @triton.jit
 def _winner(logits, maxima, num_groups, settings, drawn_for, all_blocks: tl.constexpr, bits: tl.constexpr):
-    """The token of a row with the largest sum of scaled logit and noise, without the noise if greedy."""
+    """The token of a row with the largest sum of scaled logit and noise, or the largest logit if greedy."""
     vocab, largest, scale, threshold = settings
     seed, position, is_greedy = drawn_for
     line, column = tl.arange(0, all_blocks * PER_BLOCK // COLUMNS), tl.arange(0, COLUMNS)
@@ -278,7 +278,7 @@ def _of_groups(x):
 
 @triton.jit
 def _noise(seed, position, group):
-    """The noise of the tokens of groups, [*group, GROUP], as `gumbel.noise` has it."""
+    """The noise of the tokens of groups, [*group, GROUP], as in `gumbel.noise`."""
     first, second, third, fourth = _words(seed, position, group // WORDS, OF_GROUPS)
     place = group % WORDS
     drawn = tl.where(place < 2, tl.where(place == 0, first, second), tl.where(place == 2, third, fourth))
@@ -291,7 +291,7 @@ def _noise(seed, position, group):
 
 @triton.jit
 def _least(drawn):
-    """The least exponential variable of groups for which these words were drawn."""
+    """The least exponential variable of each group, given the words drawn for them."""
     return _exponential(drawn >> GROUP_BITS, 32 - GROUP_BITS) * (1 / GROUP)
 
 
@@ -371,7 +371,7 @@ def _powers(exponent):
 @triton.jit
 def _mass(logits, vocab, largest, scale, threshold, bits: tl.constexpr):
     """The sum of the weights of the logits whose key is at least `threshold`."""
-    mass = tl.full((WIDTH,), 0.0, tl.float64)  # added up once: that has threads wait for each other
+    mass = tl.full((WIDTH,), 0.0, tl.float64)  # reduced once at the end, because a reduction synchronises threads
     for start in range(0, vocab, WIDTH):
         x = _load(logits, start + tl.arange(0, WIDTH), vocab)
         w = _weights(x, largest, scale).to(tl.float64)
@@ -381,6 +381,6 @@ def _mass(logits, vocab, largest, scale, threshold, bits: tl.constexpr):
 
 @triton.jit
 def _key(x, bits: tl.constexpr):
-    """An integer of so many bits that is larger where x is; the last bits of BF16 tell nothing."""
+    """An integer of `bits` bits in the order of x; the low bits of BF16 carry no information."""
     key = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0 and 0 are the same
     return (key ^ ((key >> 31) & ALL_BUT_SIGN)) >> (32 - bits)

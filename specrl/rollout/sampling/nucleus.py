@@ -1,4 +1,4 @@
-"""Top-k and top-p of many rows: each comes down to a least logit, and tokens below it are dropped."""
+"""Top-k and top-p of many rows: each amounts to a least logit, below which tokens are dropped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def is_limited(top_k: Tensor, top_p: Tensor, vocab: int) -> Tensor:
-    """The rows [rows] of which top-k or top-p may drop a token."""
+    """Whether top-k or top-p may drop a token of each row, bool [rows]."""
     return (top_k > 0) & (top_k < vocab) | (top_p < 1)
 
 
@@ -25,6 +25,6 @@ def least_kept(logits: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor) ->
     vocab, k, p = logits.shape[1], top_k[:, None], top_p[:, None]
     last = highest.gather(1, torch.where((k > 0) & (k < vocab), k, vocab) - 1)  # [rows, 1], the k-th
     kept = (highest >= last).sum(-1, keepdim=True)
-    inside = torch.searchsorted(cumulative, cumulative.gather(1, kept - 1) * p)  # the first that reaches its share
+    inside = torch.searchsorted(cumulative, cumulative.gather(1, kept - 1) * p)  # the first token to reach its share
     nucleus = highest.gather(1, inside.clamp(max=vocab - 1))
     return torch.where(p < 1, nucleus, torch.where(kept < vocab, last, -torch.inf))[:, 0]

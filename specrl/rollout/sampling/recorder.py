@@ -1,4 +1,4 @@
-"""What an engine's tokens are picked from, recorded."""
+"""A recorder of what an engine's tokens are picked from."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ROWS_TOGETHER = 64
 
 @dataclass
 class Recorder:
-    """A context manager that records what an engine's sampler picks, and changes nothing.
+    """A context manager that records an engine's picks without changing anything.
 
-    It is for engines without tensor parallelism. Requests are told apart by their seeds, which must differ within one
+    It is for engines without tensor parallelism. Requests are identified by their seeds, which must differ within one
     recording.
     """
 
@@ -56,5 +56,5 @@ class Recorder:
         leads = values.gather(1, chosen)[:, 0] - others.values
         columns = (column.tolist() for column in (seeds, positions, tokens, leads, others.indices))
         for seed, position, *picked in zip(*columns, strict=True):
-            # What was picked behind a rejected draft gives way to what is picked there next.
+            # A pick after a rejected draft token is replaced by the next pick at its position.
             self.traces.setdefault(seed, {})[position] = Pick(*picked)

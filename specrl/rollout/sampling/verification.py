@@ -1,4 +1,4 @@
-"""Verification of drafts: a draft token is accepted if it is the one that was picked there, up to a response's end."""
+"""Verification of drafts: a draft token is accepted if it equals the picked token, up to the response's end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specrl.rollout.sampling.gumbel import Picked
 
 
 class Verified(NamedTuple):
-    """What each request of a batch gets."""
+    """The tokens that each request of a batch gets."""
 
     tokens: Tensor
     """[requests, width] int64, -1 beyond a request's tokens."""
@@ -21,7 +21,7 @@ class Verified(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How tokens are picked, see `gumbel.pick`, and drafts verified; the results are the same everywhere."""
+    """Functions that pick tokens, see `gumbel.pick`, and verify drafts; results are the same on all devices."""
 
     pick: Callable[..., Picked]
     verify: Callable[..., Verified]
@@ -33,8 +33,8 @@ def verify(picked: Tensor, drafts: Tensor, starts: Tensor, stop_tokens: Tensor, 
     A request has one row of logits for the token after each token of its draft, and one for the token before them.
 
     Args:
-        picked: [rows] int64, the tokens that were picked.
-        drafts: [rows], the token that was read at each row: the draft's, and at a request's first row any other.
+        picked: [rows] int64, the picked tokens.
+        drafts: [rows], the token read at each row: the draft's token, or any at a request's first row.
         starts: [requests + 1], the first row of each request.
         stop_tokens: [requests, any number] int64, -1 where there are fewer.
         limits: [requests], at least 1: the number of tokens that a request may still get.

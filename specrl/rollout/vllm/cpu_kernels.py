@@ -1,11 +1,11 @@
-"""What the Triton kernels of vLLM's model runner compute, in NumPy, for CPUs.
+"""NumPy versions of the Triton kernels of vLLM's model runner, for CPUs.
 
-vLLM's second model runner keeps its books in small Triton kernels, and Triton has no compiler for CPUs. Each function
-here gets a launch of one kernel: its grid, and the arguments under the kernel's own names, in lower case and without
-"_ptr". It writes what the kernel writes; `tests/exactness/test_cpu_kernels.py` compares them with Triton's interpreter.
-Context parallelism, which does not exist on CPUs, is left out.
+vLLM's second model runner does its bookkeeping in small Triton kernels, and Triton has no compiler for CPUs. Each
+function here receives a launch of one kernel: its grid, and the arguments under the kernel's own names, in lower case
+and without "_ptr". It writes what the kernel writes; `tests/exactness/test_cpu_kernels.py` compares them with Triton's
+interpreter. Context parallelism, which does not exist on CPUs, is left out.
 
-Arrays share the memory of vLLM's tensors. BF16, which NumPy lacks, is seen as int16: the kernels copy it and no more.
+Arrays share the memory of vLLM's tensors. BF16, which NumPy lacks, is viewed as int16: the kernels only copy it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Launch = SimpleNamespace
 
 
 class StandIn:
-    """A function in the place of a Triton kernel, which vLLM calls as `kernel[grid](*arguments, **options)`."""
+    """A function that replaces a Triton kernel, which vLLM calls as `kernel[grid](*arguments, **options)`."""
 
     def __init__(self, kernel: Any, function: Callable[[Launch], None]) -> None:
         parameters = inspect.signature(kernel.fn).parameters.values()
@@ -49,7 +49,7 @@ def _short(name: str) -> str:
 
 
 def install() -> None:
-    """Put the functions in the place of the kernels; to be called before an engine starts."""
+    """Replace the kernels with these functions; call it before an engine starts."""
     for name, function in STAND_INS.items():
         module, kernel = name.rsplit(".", 1)
         owner = importlib.import_module(f"{RUNNER}.{module}")
@@ -304,6 +304,6 @@ STAND_INS: dict[str, Callable[[Launch], None]] = {
 """The functions by the kernels' names, below `RUNNER`."""
 
 if not torch.cuda.is_available():
-    # vLLM's CPU build defines Triton kernels only where Triton has a backend of this name. Nothing is compiled with it:
-    # torch.compile takes note that it is not active.
+    # vLLM's CPU build defines Triton kernels only if Triton has a backend of this name. Nothing is compiled with it:
+    # torch.compile sees that it is not active.
     backends["cpu"] = Backend(None, SimpleNamespace(is_active=lambda: False))

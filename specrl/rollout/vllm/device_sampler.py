@@ -1,8 +1,7 @@
 """The drafter-invariant sampler on vLLM's second model runner: nothing in it waits for the device.
 
-`InvariantSampler` and `InvariantVerifier` take the places of the runner's `Sampler` and `RejectionSampler`; see
-`replacements`. What they find leaves with the tokens, through vLLM's own output: a token's log-probs have the columns
-of `Columns`.
+`InvariantSampler` and `InvariantVerifier` replace the runner's `Sampler` and `RejectionSampler`; see `replacements`.
+Their results leave with the tokens in vLLM's own output: the columns of a token's log-probs are those of `Columns`.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from specrl.rollout.sampling.gumbel import Picked, logprobs_of, pick
 from specrl.rollout.sampling.verification import Sampling, Verified, verify
 
 DRAFT_BASE = 4096
-"""A draft leaves as the number of its source times this, plus the number of its tokens."""
+"""A draft is returned as the index of its source times this, plus the number of its tokens."""
 
 
 class Columns(NamedTuple):
-    """What leaves with each token, as if it were the log-probs of several."""
+    """The values returned with each token, as if they were the log-probs of several tokens."""
 
     logprob: Any
     """NaN if the logits are not finite."""
     log_kept_mass: Any
-    """The logarithm of the mass that top-k and top-p kept."""
+    """The log of the mass kept by top-k and top-p."""
     draft: Any
-    """At the first token that a request gets in an iteration: the draft that was verified, in `DRAFT_BASE`."""
+    """At a request's first token in an iteration: the verified draft, encoded with `DRAFT_BASE`."""
 
 
 NUM_COLUMNS = len(Columns._fields)
@@ -58,7 +57,7 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
         self.stop_tokens = UvaBackedTensor((arguments["max_num_reqs"], MOST_STOP_TOKENS), torch.int64)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
-        """Keep what drafts and their verification need to know of a request."""
+        """Store what drafting and verification need to know about a request."""
         super().add_request(req_idx, sampling_params)
         self.req_states.describe((sampling_params.extra_args or {}).get(PROMPT_LENGTH))
         stops = list(sampling_params.stop_token_ids or ())
@@ -67,7 +66,7 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
         self.stop_tokens.np[req_idx] = stops + [-1] * (MOST_STOP_TOKENS - len(stops))
 
     def apply_staged_writes(self) -> None:
-        """Send what `add_request` kept to the device."""
+        """Send what `add_request` stored to the device."""
         super().apply_staged_writes()
         self.stop_tokens.copy_to_uva()
 
@@ -89,12 +88,12 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
         return tuple(values.gpu[requests] for values in (states.temperature, states.top_k, states.top_p, states.seeds))
 
     def remaining(self, requests: Tensor) -> Tensor:
-        """How many tokens each request may still get, at least 1: of one that has ended they are thrown away."""
+        """The number of tokens each request may still get, at least 1; those of a finished request are discarded."""
         found: Tensor = self.req_states.facts.gpu[requests, LIMIT] - self.req_states.total_len.gpu[requests]
         return found.clamp(min=1)
 
     def output(self, input_batch: InputBatch, picked: Picked, verified: Verified, drafts: Tensor) -> SamplerOutput:
-        """vLLM's output for a batch; `drafts` are [requests], those that were verified, as they leave."""
+        """vLLM's output for a batch; `drafts`, [requests], describes the verified drafts as `Columns.draft` does."""
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             verified.counts,
             input_batch.seq_lens,
@@ -158,26 +157,26 @@ class InvariantVerifier(RejectionSampler):  # type: ignore[misc]
 class PromptScorer(PromptLogprobsWorker):  # type: ignore[misc]
     """Scores the tokens of prompts in one pass over their logits; vLLM ranks each token in two more.
 
-    A request that asks for `PromptColumns` also gets the token that it would have sampled in the place of each.
+    A request that asks for `PromptColumns` also gets the token that it would have sampled in place of each.
     """
 
     sampler: InvariantSampler | None = None
     """The sampler of the same runner; None while vLLM warms up."""
 
     def compute_prompt_logprobs(self, logits_fn: Any, hidden_states: Tensor, batch: InputBatch, *others: Any) -> Any:
-        """As vLLM's, with the rows of the batch in the place of `logits_fn`, for `score`."""
+        """Like vLLM's method, but with the rows of the batch instead of `logits_fn`, for `score`."""
         return super().compute_prompt_logprobs(Rows(logits_fn, batch, self.sampler), hidden_states, batch, *others)
 
 
 class Rows(NamedTuple):
-    """What is known of the rows of a batch with prompts."""
+    """The rows of a batch with prompts."""
 
     logits_of: Callable[[Tensor], Tensor]
     batch: InputBatch
     sampler: InvariantSampler | None
 
     def picked(self, logits: Tensor, first: int) -> Picked:
-        """What the requests would sample after the rows from `first` on, whose logits these are."""
+        """The tokens that the requests would sample after the rows from `first` on, given the rows' logits."""
         batch, rows = self.batch, slice(first, first + len(logits))
         if self.sampler is None:
             zeros = logits.new_zeros(len(logits))
@@ -188,7 +187,7 @@ class Rows(NamedTuple):
 
 
 class PromptColumns(NamedTuple):
-    """What leaves with each token of a prompt but the first, as if it were the log-probs of several tokens."""
+    """The values returned with each prompt token but the first, as if they were the log-probs of several tokens."""
 
     logprob: Any
     """At temperature 1."""
@@ -200,7 +199,7 @@ NUM_PROMPT_COLUMNS = len(PromptColumns._fields)
 
 
 def score(token_ids: Tensor, hidden: Tensor, rows: Rows, num_logprobs: int, _: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens that follow each row, and those that are picked there; their `PromptColumns`; and no ranks."""
+    """The tokens that follow each row and those picked there, their `PromptColumns`, and zeros for vLLM's ranks."""
     token_ids, picks, columns = token_ids.long(), [], []
     for first in range(0, len(token_ids), CHUNK_SIZE):
         logits = rows.logits_of(hidden[first : first + CHUNK_SIZE])

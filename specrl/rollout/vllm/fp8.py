@@ -1,10 +1,10 @@
 """FP8 inside vLLM on CPUs, emulated through its registry of quantisation methods.
 
 It rounds weights once per (re)load and activations before every product, with the functions of the trainer's
-emulation; the product of a linear layer is vLLM's own, of weights and activations in the compute type. vLLM's kernels
-for experts on a CPU compute both products in one call, without a place in between at which activations could be
-rounded, so the emulation computes expert after expert. Only the policy's layers named by the recipe are touched: head,
-embeddings, norms, routers and any drafter stay as they are.
+emulation; linear layers use vLLM's own product of weights and activations in the compute type. vLLM's CPU kernels for
+experts compute both products in one call, which leaves no place to round the activations in between, so the emulation
+computes one expert after another. Only the policy's layers named by the recipe are touched: head, embeddings, norms,
+routers and any drafter stay as they are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ another kernel, whose last bits differ, and would depend on how many other token
 
 @register_quantization_config(EMULATION)
 class EmulatedFp8Config(QuantizationConfig):  # type: ignore[misc]
-    """Says which layers are emulated. vLLM makes it from `quantization_config`."""
+    """Chooses the emulated layers. vLLM creates it from `quantization_config`."""
 
     def __init__(self, layers: frozenset[str]) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ class EmulatedFp8Config(QuantizationConfig):  # type: ignore[misc]
             return EmulatedFp8Linear() if prefix in self.layers else UnquantizedLinearMethod()
         if isinstance(layer, RoutedExperts) and prefix in self.layers:
             return EmulatedFp8Experts(layer.moe_config)
-        return None  # head, embeddings and attention stay as vLLM has them
+        return None  # head, embeddings and attention stay as in vLLM
 
 
 class _Emulated:
     def quantise_inputs(self, x: Tensor) -> Tensor:
-        """Round inputs [..., in], each row by itself."""
+        """Round inputs [..., in], each row separately."""
         flat = x.reshape(-1, x.shape[-1])
         return fake_quantise(flat, ALONG_ROWS).view(x.shape)
 
@@ -84,7 +84,7 @@ class EmulatedFp8Linear(_Emulated, UnquantizedLinearMethod):  # type: ignore[mis
     """One linear layer of the policy in emulated FP8."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Round the weight before vLLM packs it, at the start and at every refit; fused matrices are rounded apart."""
+        """Round the weight before vLLM packs it, at start and refits; fused matrices are rounded separately."""
         for matrix in layer.weight.data.split(layer.output_partition_sizes):
             matrix.copy_(self.quantise_matrix(matrix))
         super().process_weights_after_loading(layer)
@@ -100,7 +100,7 @@ class EmulatedFp8Experts(_Emulated, UnquantizedFusedMoEMethod):  # type: ignore[
 
     @property
     def is_monolithic(self) -> bool:
-        """Whether the kernel chooses the experts by itself; here the model's router does."""
+        """Whether the kernel itself chooses the experts; here the model's router does."""
         return False
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -129,7 +129,7 @@ class EmulatedFp8Experts(_Emulated, UnquantizedFusedMoEMethod):  # type: ignore[
         return total.to(x.dtype)
 
     def _expert(self, layer: Any, expert: int, inputs: Tensor, gates: Tensor) -> Tensor:
-        """One expert's weighted outputs [rows, hidden] for rounded inputs and their weights; rows are added.
+        """One expert's weighted outputs [padded rows, hidden] for rounded inputs and their weights.
 
         As in the trainer, inner activations are weighted before they are rounded.
         """

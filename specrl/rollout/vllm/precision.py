@@ -1,4 +1,4 @@
-"""The precision of a rollout engine: what its recipe means inside vLLM, and checks that vLLM follows it."""
+"""The precision of a rollout engine: its recipe in terms of vLLM, and checks that vLLM follows it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WEIGHT_ONLY = ("MARLIN", "HUMMING", "CPU", "EMULATION")
 class EnginePrecision:
     """The FP8 of one engine. Without a recipe, or if `precision` asks for BF16, its methods do nothing.
 
-    Linear layers are native on GPUs, else emulated.
+    Linear layers compute in native FP8 on GPUs, and in emulated FP8 elsewhere.
     """
 
     def __init__(self, config: PrecisionConfig, recipe: Recipe | None) -> None:
@@ -49,8 +49,8 @@ class EnginePrecision:
     def arguments(self) -> dict[str, Any]:
         """The arguments of vLLM's `EngineArgs` for this precision.
 
-        To vLLM a router is a linear layer like any other, so that those of the policy must be left out by name. The
-        layer of a drafter keeps its KV cache in the compute type.
+        vLLM treats a router as an ordinary linear layer, so the policy's routers must be excluded by name. A drafter's
+        layer keeps its KV cache in the compute type.
         """
         found: dict[str, Any] = {}
         if (recipe := self._linears) is not None and torch.cuda.is_available():
@@ -60,13 +60,13 @@ class EnginePrecision:
             settings = {"linear": NATIVE, "moe": NATIVE, "ignore": kept}
             found = {"quantization": NATIVE, "quantization_config": settings}
         elif recipe is not None:
-            from specrl.rollout.vllm.fp8 import EMULATION  # imports vLLM, which gets to know it
+            from specrl.rollout.vllm.fp8 import EMULATION  # importing it registers it with vLLM
 
             found = {"quantization": EMULATION}
         if self.recipe is not None and self._has_fp8_kv_cache:
             found |= {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": [str(self.recipe.num_layers)]}
             if torch.cuda.is_available():
-                # FlashInfer, vLLM's choice elsewhere, would compute with the scales of the engine's first iteration.
+                # FlashInfer, vLLM's default elsewhere, would compute with the scales of the engine's first iteration.
                 is_hopper = torch.cuda.get_device_capability()[0] == 9
                 found["attention_backend"] = "FLASH_ATTN" if is_hopper else "TRITON_ATTN"
         return found
@@ -82,11 +82,11 @@ class EnginePrecision:
 
     @property
     def kv_scales(self) -> KvScales | None:
-        """The scales of the FP8 KV cache that are in use; None with a BF16 cache."""
+        """The scales of the FP8 KV cache in use; None with a BF16 cache."""
         return self.recipe.kv_scales if self.recipe is not None and self._has_fp8_kv_cache else None
 
     def restore(self, kv_scales: KvScales | None) -> None:
-        """Take the KV scales of a resumed run, which the next weights put in place; None keeps the calibration's."""
+        """Set a resumed run's KV scales, applied when weights are next loaded; None keeps the calibration's."""
         if self.recipe is not None:
             self.recipe = replace(self.recipe, kv_scales=kv_scales or self.recipe.kv_scales)
 
@@ -123,13 +123,13 @@ class EnginePrecision:
                 getattr(attention, f"_{letter}_scale_cpu").fill_(value)
 
     def assert_quantised(self, model: nn.Module) -> None:
-        """Check that every layer of the policy's module computes in the precision that the recipe says.
+        """Check that every layer of the policy's module computes in the precision that the recipe prescribes.
 
-        That its weights and inputs are rounded as they should be is seen where they are compared with the trainer's.
+        The comparison with the trainer's tensors checks that weights and inputs are rounded correctly.
 
         Raises:
             NotQuantisedError: A layer computes in another precision, or stores keys and values with other scales than
-                the recipe's; it names the first.
+                the recipe's; the message names the first such layer.
         """
         if self._linears is not None:
             _assert_linears(model, set(self._linears.engine_layers))
@@ -156,7 +156,7 @@ def _assert_linears(model: nn.Module, expected: set[str]) -> None:
 
 
 def native_flaw(layer: Any) -> str | None:
-    """Why a layer for which vLLM was asked for native FP8 does not compute in it; None if it does.
+    """Why a layer that should compute in native FP8 does not; None if it does.
 
     Kernels for older devices keep only the weights in FP8.
     """
@@ -171,7 +171,7 @@ def native_flaw(layer: Any) -> str | None:
     if wrong := [weight.dtype for weight in weights if weight.dtype != torch.float8_e4m3fn]:
         return f"holds weights of {wrong[0]}, not in FP8"
     scales = getattr(layer, "weight_scale_inv", None)
-    if scales is not None and scales.dtype == torch.float32 and not bool((scales > 0).all()):  # false for NaN, too
+    if scales is not None and scales.dtype == torch.float32 and not bool((scales > 0).all()):  # false for NaN too
         return "has weight scales that are not above 0"
     return None
 
@@ -181,9 +181,9 @@ def _method(layer: Any) -> str:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers that have a quantisation method, by the names that vLLM knows them by when it chooses one.
+    """Yield the layers with a quantisation method, by the names that vLLM uses to choose the method.
 
-    The experts of a layer are in a module of their own inside the one of that name.
+    A layer's experts are in a module inside the one with that name.
     """
     for name, module in model.named_modules():
         if getattr(module, "quant_method", None) is not None:

@@ -1,4 +1,4 @@
-"""Everything of vLLM that is replaced, but for the kernels of `cpu_kernels`, with the reasons and the tests."""
+"""All replacements of parts of vLLM except the kernels in `cpu_kernels`, with their reasons and tests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SPECULATOR = "specrl.rollout.vllm.text_speculator"
 PATCHES = "specrl.rollout.vllm.engine.patches"
 SAME_TOKENS = "tests/exactness/test_token_for_token.py::test_every_source_and_k_gives_the_tokens_of_plain_decoding"
 _original: dict[str, Any] = {}
-"""What has been replaced in this process, by its name."""
+"""The replaced originals in this process, by name."""
 
 
 class Replacement(NamedTuple):
-    """An attribute of a module or class of vLLM, and what takes its place."""
+    """An attribute of a module or class of vLLM, and its replacement."""
 
     attribute: str
     by: str
@@ -29,11 +29,11 @@ class Replacement(NamedTuple):
     reason: str
     test: str
     wraps: bool = False
-    """Whether `by` is a function that gets the original, and returns what takes its place."""
+    """Whether `by` is a function that receives the original and returns its replacement."""
     on_cpus: bool = False
-    """Whether it is for CPUs alone."""
+    """Whether it applies only on CPUs."""
     on_gpus: bool = False
-    """Whether it is for GPUs alone."""
+    """Whether it applies only on GPUs."""
 
 
 REPLACEMENTS = (
@@ -113,7 +113,7 @@ REPLACEMENTS = (
 
 
 def install() -> None:
-    """Replace what `REPLACEMENTS` names and, on CPUs, the kernels; to be called before an engine starts."""
+    """Replace what `REPLACEMENTS` names and, on CPUs, the kernels; call it before an engine starts."""
     on_cpus = not torch.cuda.is_available()
     if on_cpus:
         # It makes torch and vLLM's buffers do without CUDA, and must come before the runner's modules.

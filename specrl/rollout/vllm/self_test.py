@@ -1,8 +1,7 @@
-"""The start-up test of the sampler inside an engine: it gets crafted logits and drafts, and every token is checked.
+"""The start-up test of the sampler inside an engine: it receives crafted logits and drafts, and every token is checked.
 
-An engine starts only after every token that the installed sampler gives has been compared with `gumbel` on the
-CPU, row by row: plain rows, accepted and rejected drafts, greedy decoding, top-k, top-p and temperatures, mixed in one
-batch.
+An engine starts only after every token of the installed sampler has been compared with `gumbel` on the CPU, row by row:
+plain rows, accepted and rejected drafts, greedy decoding, top-k, top-p and temperatures, mixed in one batch.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SETTINGS = ((1.0, 0, 1.0), (0.7, 0, 0.9), (1.0, 5, 1.0), (0.0, 0, 1.0), (1.3, 8,
 
 
 class CraftedInputs:
-    """A context manager that gives an engine's sampler crafted inputs, and then checks the responses."""
+    """A context manager that feeds crafted inputs to an engine's sampler, and then checks the responses."""
 
     def __init__(self, sampler: Any, vocab_size: int, stop_tokens: list[int]) -> None:
         self._sampler, self._sampling, self._vocab_size = sampler, sampler.sampling, vocab_size
@@ -64,7 +63,7 @@ class CraftedInputs:
         return picked
 
     def _verify(self, picked: Tensor, drafts: Tensor, *others: Any) -> Verified:
-        self._sampler.req_states.drafts.lengths.fill_(NUM_TOKENS)  # as if there were a draft at every row
+        self._sampler.req_states.drafts.lengths.fill_(NUM_TOKENS)  # as if every row had a draft
         verified: Verified = self._sampling.verify(picked, self._drafts.to(drafts.dtype), *others)
         return verified
 
@@ -76,10 +75,10 @@ class CraftedInputs:
         return logits
 
     def check(self, case: Request, response: Response) -> None:
-        """Check a response: its tokens, its log-probs, the mass that truncation kept, and what it says of its drafts.
+        """Check a response's tokens, log-probs, mass kept by truncation, and draft outcomes.
 
         Raises:
-            SamplerError: Something is not what the reference says.
+            SamplerError: Something differs from the reference.
         """
         positions = torch.arange(NUM_TOKENS) + len(case.prompt_tokens)
         settings = (case.temperature, case.top_k, case.top_p, case.seed)
@@ -102,7 +101,7 @@ class CraftedInputs:
             self.num_rejected += drafted - accepted
 
     def check_drafts(self, *, speculates: bool) -> None:
-        """Raise SamplerError if there were no drafts to accept and to reject, in an engine that speculates."""
+        """Raise SamplerError if an engine that speculates had no drafts to accept or none to reject."""
         if speculates and (not self.num_accepted or not self.num_rejected):
             raise SamplerError(
                 "the self-test saw no accepted or no rejected draft, so it proves nothing about speculation"
@@ -110,5 +109,5 @@ class CraftedInputs:
 
 
 def is_right(position: Any) -> Any:
-    """Whether the crafted draft for a position, or for each of several, is right: at two of three they are."""
+    """Whether the crafted draft for a position, or for each of several, is right: at two of every three it is."""
     return position % 3 != 0

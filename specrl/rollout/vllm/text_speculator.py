@@ -1,9 +1,9 @@
-"""Drafts from text on vLLM's second model runner, with one of vLLM's own speculators beside it or without one.
+"""Drafts from text on vLLM's second model runner, with or without one of vLLM's own speculators beside it.
 
-`init_speculator` takes the place of the runner's function of that name, and `KnownRequests` that of its
-`RequestState`; see `replacements`. The runner keeps the object of vLLM's class that it knows how to load, capture and
-refit; its `propose` becomes that of a `TextSpeculator`, its attribute `text`. `additional_config["drafter_k"]` says how
-many passes vLLM's own speculator makes at most; 0 with the method `ngram_gpu` stands for text alone.
+`init_speculator` replaces the runner's function of that name, and `KnownRequests` its `RequestState`; see
+`replacements`. The runner keeps the object of vLLM's class that it knows how to load, capture and refit; its `propose`
+becomes that of a `TextSpeculator`, which is its attribute `text`. `additional_config["drafter_k"]` is the maximum
+number of passes of vLLM's own speculator; 0 with the method `ngram_gpu` means text alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PROPOSE = inspect.signature(BaseSpeculator.propose)
 
 
 class KnownRequests(RequestState):  # type: ignore[misc]
-    """The runner's requests, with the number of each one's prompt, one of its own, and its limit."""
+    """The runner's requests, each with its prompt's number, its own number, and its length limit."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -39,40 +39,40 @@ class KnownRequests(RequestState):  # type: ignore[misc]
         self._numbers = count(1)
         self.facts = UvaBackedTensor((self.max_num_reqs, FACTS), torch.int64)
         self.drafts: DeviceDrafts
-        """Says of each request's next draft what it is; see `TextSpeculator`."""
+        """Holds the source and length of each request's next draft; see `TextSpeculator`."""
 
     def add_request(
         self, req_id: str, prompt_len: int, all_token_ids: list[int], num_computed_tokens: int, max_tokens: int
     ) -> None:
-        """Add a request, or one that was preempted."""
+        """Add a new or preempted request."""
         super().add_request(req_id, prompt_len, all_token_ids, num_computed_tokens, max_tokens)
         limit = min(prompt_len + max_tokens, self.max_model_len)
         self._added = self.req_id_to_index[req_id], all_token_ids, limit
 
     def describe(self, prompt_length: int | None) -> None:
-        """Find the texts for the request that was added last; `InvariantSampler` gets to know these of it."""
+        """Record which texts belong to the request added last; `InvariantSampler` calls this."""
         slot, tokens, limit = self._added
         start = len(tokens) if prompt_length is None else prompt_length
         self.facts.np[slot] = self.texts.number_of(tokens[:start]), next(self._numbers), limit, start
 
     def apply_staged_writes(self) -> None:
-        """Send what `add_request` noted to the device."""
+        """Send what `describe` recorded to the device."""
         super().apply_staged_writes()
         self.facts.copy_to_uva()
 
 
 class TextSpeculator:
-    """Drafts from text where that is expected to bring more than what vLLM's speculator drafts."""
+    """Drafts from text where that is expected to yield more tokens than vLLM's speculator."""
 
     def __init__(self, speculator: Any, requests: KnownRequests, drafter_k: int, device: torch.device) -> None:
         self.drafter_k = drafter_k
-        """The most passes of the drafter. With 0 a model still reads all tokens, so that it can draft later."""
+        """The drafter's maximum number of passes. With 0 a model still reads all tokens, so that it can draft later."""
         k = speculator.num_speculative_steps
         self.drafts = requests.drafts = drafts_on(device, requests.max_num_reqs, k)
         self.drafts.has_drafter = drafter_k > 0
         self._requests, self._speculator, self._propose = requests, speculator, speculator.propose
         self.texts = requests.texts
-        """The texts to draft from; what changes there counts from the next `begin` on."""
+        """The texts to draft from; changes take effect at the next `begin`."""
 
     def begin(self, stop_tokens: Sequence[int]) -> None:
         """Begin a generation whose responses end with any of these tokens, with all counters at zero."""
@@ -80,7 +80,7 @@ class TextSpeculator:
         self.drafts.begin(stop_tokens)
 
     def refresh(self) -> None:
-        """Draft from the texts that there are by now, as far as they have an index."""
+        """Draft from the current texts, as far as they are indexed."""
         self.drafts.index = self.texts.index(self.drafts.device)
 
     @torch.inference_mode()
@@ -96,7 +96,7 @@ class TextSpeculator:
         if asked["dummy_run"]:
             self._from_drafter(asked, passes)
             return torch.zeros_like(self._requests.draft_tokens[: asked["input_batch"].num_reqs])
-        # Also while nothing is drafted, so that it is known what text might have brought.
+        # Also while nothing is drafted, so that the possible gain from text is known.
         self.drafts.observe(self._known(), batch)
         return self.drafts.choose(self._known(), batch, self._from_drafter(asked, passes), length)
 
@@ -108,7 +108,7 @@ class TextSpeculator:
         speculator, is_lookup = self._speculator, isinstance(self._speculator, NgramGPUSpeculator)
         if is_lookup and not passes:
             return None
-        if isinstance(speculator, StandaloneARSpeculator):  # it looks for its number of passes nowhere else
+        if isinstance(speculator, StandaloneARSpeculator):  # it reads its number of passes only here
             speculator.num_speculative_steps = max(passes, 1)
         drafts: Tensor = self._propose(**asked | {"num_speculative_tokens": passes})
         if is_lookup and not asked["dummy_run"]:
@@ -127,7 +127,7 @@ class TextSpeculator:
 
 
 def drafts_on(device: torch.device, num_slots: int, k: int) -> DeviceDrafts:
-    """Choose drafts by Triton kernels on CUDA and by PyTorch elsewhere; they are the same."""
+    """Choose drafts with Triton kernels on CUDA and with PyTorch elsewhere; the results are equal."""
     if device.type != "cuda":
         return DeviceDrafts(num_slots, k, device)
     from specrl.rollout.drafts.kernels import TritonDrafts
@@ -136,7 +136,7 @@ def drafts_on(device: torch.device, num_slots: int, k: int) -> DeviceDrafts:
 
 
 def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: KnownRequests) -> Any:
-    """Make vLLM's speculator, with a `TextSpeculator` in the place of its `propose`."""
+    """Create vLLM's speculator, with its `propose` replaced by a `TextSpeculator`'s."""
     speculator = spec_decode.init_speculator(vllm_config, device, req_states)
     drafter_k = vllm_config.additional_config.get("drafter_k", speculator.num_speculative_steps)
     speculator.text = TextSpeculator(speculator, req_states, drafter_k, device)

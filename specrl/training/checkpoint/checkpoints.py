@@ -1,8 +1,8 @@
-"""The checkpoints of a stage: written beside the next step's generation, verified on load, removed when they are old.
+"""The checkpoints of a stage: written during the next step's generation, verified on load, removed when old.
 
-A step waits for a copy of the state in host memory only. A thread of each rank then writes the rank's file; that of the
-first rank waits for the others', writes the manifest and gives the folder its name. `directory/step=000012/` has all
-that step 12 needs, in safetensors and JSON, and any layout reads it.
+A step waits only for a copy of the state in host memory. A thread of each rank then writes the rank's file; that of the
+first rank waits for the others, writes the manifest and gives the folder its name. `directory/step=000012/` contains
+all that step 12 needs, in safetensors and JSON, readable in any layout.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from specrl.training.pieces import Shard, stored_name
 
 DAMAGED = "damaged-"
 NICENESS = 10
-"""How far the writing threads stand back where processors are short, so that generation goes first."""
+"""The niceness of the writing threads, so that generation has priority."""
 
 Report = list[StoredFile] | str
-"""What a rank has written of a checkpoint, or why it could not."""
+"""The files that a rank has written for a checkpoint, or why it could not."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Retention:
     """All those of steps that are multiples of this number; None for no others."""
 
     def old(self, steps: list[int], best: int | None) -> list[int]:
-        """Which of the steps, in ascending order, need their checkpoints no more."""
+        """Which of the steps, in ascending order, no longer need their checkpoints."""
         others = (step for step in steps[: -self.last] if step != best)
         return [step for step in others if self.every is None or step % self.every]
 
@@ -60,13 +60,13 @@ class Checkpoints:
     """Writes and restores the checkpoints of one folder. All methods but `mark_best` are collective over the ranks."""
 
     def __init__(self, directory: Path, policy: Policy, retention: Retention) -> None:
-        """Allocate the host memory for a copy of the state; remove what an interrupted start has left half-written."""
+        """Allocate the host memory for a copy of the state; remove checkpoints that were interrupted half-written."""
         self.directory = directory
         self._policy, self._ranks, self._retention = policy, policy.ranks, retention
-        # The thread's own messages would get mixed up with those of the step.
+        # Without a group of its own, the thread's messages would mix with the step's.
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self._ranks.world_size > 1 else None
         self._copy, self._drafter_copy = HostCopy(), HostCopy()
-        self._copy.fill(written_tensors(policy.shards()))  # or a lack of memory would show hours later
+        self._copy.fill(written_tensors(policy.shards()))  # otherwise a lack of memory would show hours later
         pieces = (shard.pieces for shard in policy.shards() if shard.is_written)
         self._pieces = self._ranks.gather(tuple(chain.from_iterable(pieces)))
         self.seconds = 0.0
@@ -74,9 +74,9 @@ class Checkpoints:
         the first it is the time that the last one took to read, or 0 without any."""
         self._writing: Future[None] | None = None
         self._best_step: int | None = None
-        """The step of the checkpoint that was marked as the best, which may not be complete yet."""
+        """The step of the checkpoint marked as the best, which may not be complete yet."""
         self._naming = threading.Lock()
-        """Held while a checkpoint gets its name, or is looked for under it."""
+        """Held while a checkpoint is given its name, or looked up by it."""
         self.newest: int | None = None
         """The step of the newest checkpoint, written or still being written; None before the first."""
         if self._ranks.is_first:
@@ -85,7 +85,7 @@ class Checkpoints:
         self._ranks.barrier()
 
     def restore(self, drafter: Drafter | None) -> Restored | None:
-        """Restore from the newest whole checkpoint, and rename damaged ones; raise CheckpointError if all are."""
+        """Restore the newest intact checkpoint, and rename damaged ones; raise CheckpointError if all are damaged."""
         started = time.monotonic()
         steps = self._ranks.gather(self._steps())[0]
         if not steps:
@@ -96,7 +96,7 @@ class Checkpoints:
         return found
 
     def save(self, state: TrainState) -> None:
-        """Copy the state and begin to write it, once the last one is written; raise CheckpointError if that failed."""
+        """Wait for the last checkpoint, copy the state and start writing; raise CheckpointError if the last failed."""
         if self._writing is not None and not self._writing.done():
             logger.info("the next checkpoint is due: waiting until the last one is written")
         self.wait()
@@ -119,7 +119,7 @@ class Checkpoints:
         self._writing = _beside(lambda: self._write(manifest, parts))
 
     def check(self) -> None:
-        """Raise CheckpointError on all ranks if the last checkpoint could not be written on any; do not wait for it."""
+        """Raise CheckpointError on all ranks if writing the last checkpoint failed on any; do not wait for it."""
         done = self._writing is not None and self._writing.done()
         error = self._writing.exception() if done and self._writing is not None else None
         found = next((text for text in self._ranks.gather(str(error) if error else None) if text), None)
@@ -133,9 +133,9 @@ class Checkpoints:
         self._writing = None
 
     def mark_best(self, step: int) -> None:
-        """Keep the checkpoint from which `step` starts until another one is marked, as soon as it is complete.
+        """Keep the checkpoint from which `step` starts until another one is marked.
 
-        Until then the one that was marked before stays: a kill must not leave the run without any.
+        The one marked before stays until this one is complete: a kill must not leave the run without either.
         """
         with self._naming:
             self._best_step = step
@@ -152,7 +152,7 @@ class Checkpoints:
             folder.mkdir(parents=True, exist_ok=True)
             files = [_written(folder / name, tensors) for name, tensors in parts.items()]
             report: Report = files
-        except Exception as error:  # whatever it is: the others wait for a report
+        except Exception as error:  # any error, because the others wait for a report
             words = error.strerror if isinstance(error, OSError) else None
             report = f"rank {self._ranks.rank}: {words or error or type(error).__name__}"
         reports = self._ranks.gather(report, self._group)
@@ -182,7 +182,7 @@ class Checkpoints:
         write_manifest(folder, replace(manifest, files=tuple(files)))
         sync_folder(folder)
         final = self._folder(manifest.step)
-        if final.exists():  # of an earlier start, whose newer checkpoints were damaged
+        if final.exists():  # left by an earlier start whose newer checkpoints were damaged
             _remove(final)
         with self._naming:
             folder.replace(final)
@@ -214,7 +214,7 @@ class Checkpoints:
 
 
 def written_tensors(shards: Iterable[Shard]) -> dict[str, Tensor]:
-    """What this rank writes, by its name in the file: matrices that are not copies."""
+    """The matrices that this rank writes, by their names in the file; they are not copies."""
     found = {}
     for shard in shards:
         sizes = [piece.size for piece in shard.pieces]
@@ -230,7 +230,7 @@ def _written(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint; a kill on the way leaves nothing that looks like one."""
+    """Remove a checkpoint; a kill in between leaves nothing that looks like one."""
     hidden = folder.with_name(f".{folder.name.removeprefix(DAMAGED)}.old")
     shutil.rmtree(hidden, ignore_errors=True)
     folder.replace(hidden)
@@ -238,7 +238,7 @@ def _remove(folder: Path) -> None:
 
 
 def _beside(work: Callable[[], None]) -> Future[None]:
-    """Run `work` in a thread that stands back behind the others, and does not keep the process from ending."""
+    """Run `work` in a low-priority daemon thread."""
     future: Future[None] = Future()
 
     def run() -> None:

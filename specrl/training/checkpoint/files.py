@@ -1,4 +1,4 @@
-"""A copy of tensors in host memory, checksums of files, and folders that are flushed to disk."""
+"""A copy of tensors in host memory, checksums of files, and flushing of folders to disk."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 64 * 2**20
-"""The bytes that are read at a time."""
+"""The bytes read at a time."""
 
 PAGE = mmap.PAGESIZE
 
 
 class HostCopy:
-    """A copy of named tensors in one buffer of host memory, pinned where they are on a GPU, that is filled again."""
+    """A copy of named tensors in one reused buffer of host memory, which is pinned if they are on a GPU."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -28,16 +28,16 @@ class HostCopy:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy the tensors; the copies, by the same names, are those of the last call filled again."""
+        """Copy the tensors and return the copies by name, overwriting those of the last call."""
         size = sum(tensor.nbytes for tensor in tensors.values())
         if len(self._buffer) != size:
             self._unpin()
-            around = torch.empty(size + 2 * PAGE, dtype=torch.uint8)  # no page of it has anything else that is pinned
+            around = torch.empty(size + 2 * PAGE, dtype=torch.uint8)  # shares no page with other pinned memory
             self._buffer = around[-around.data_ptr() % PAGE :][:size]
             if any(tensor.is_cuda for tensor in tensors.values()):
                 self._pin()
         copies, offset = dict[str, Tensor](), 0
-        # The widest elements come first, so that all are aligned.
+        # The widest elements come first, so that all tensors are aligned.
         for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
             part = self._buffer[offset : offset + tensor.nbytes]
             copies[name] = part.view(tensor.dtype).view(tensor.shape)
@@ -48,7 +48,7 @@ class HostCopy:
         return copies
 
     def _pin(self) -> None:
-        # torch's own pinned memory is rounded up to a power of two, here up to twice what is planned.
+        # torch rounds its own pinned memory up to a power of two, here up to twice the planned size.
         cuda, address = torch.cuda.cudart(), self._buffer.data_ptr()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(cuda.cudaHostRegister(address, len(self._buffer), 0))
         self._unpin = weakref.finalize(self, cuda.cudaHostUnregister, address)

@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainState:
-    """All that a step starts from, and all that a checkpoint holds.
+    """The whole state from which a step starts, and the whole content of a checkpoint.
 
-    Prompts and seeds are functions of the run's seed and the step. What was learned of times and of acceptance decides
-    no token, and is learned again after a restart.
+    Prompts and seeds are functions of the run's seed and the step. Measured times and acceptance affect no token, and
+    are measured again after a restart.
     """
 
     step: int
@@ -46,15 +46,15 @@ class Restored:
 def load(folder: Path, policy: Policy, drafter: Drafter | None) -> TrainState:
     """Restore policy, optimizer and drafter from one checkpoint, verified, of any layout (collective).
 
-    Each rank reads what it holds. On the layout that wrote the checkpoint the state is equal to the bit. A drafter of
-    which the checkpoint knows nothing stays as it is.
+    Each rank reads what it holds. In the layout that wrote the checkpoint, the state is restored bit for bit. A drafter
+    that is not in the checkpoint stays as it is.
     """
     check_whole(folder, policy.ranks)
     return _load_verified(folder, policy, drafter)
 
 
 def load_newest(folders: Sequence[Path], policy: Policy, drafter: Drafter | None) -> Restored:
-    """Do what `load` does, with the first of several checkpoints that is whole (collective)."""
+    """Do what `load` does with the first of several checkpoints that is intact (collective)."""
     damaged: list[str] = []
     for folder in policy.ranks.gather(list(folders))[0]:
         damage = find_damage(folder, policy.ranks)
@@ -63,7 +63,7 @@ def load_newest(folders: Sequence[Path], policy: Policy, drafter: Drafter | None
         damaged.append(f"checkpoint {folder} is damaged and not used: {damage}")
         logger.warning(damaged[-1])
     raise CheckpointError(
-        f"there is no whole checkpoint to start from ({'; '.join(damaged)}): put one back from a copy, or let training "
+        f"there is no intact checkpoint to start from ({'; '.join(damaged)}): restore one from a copy, or let training "
         "start over: specrl resume RUN --restart"
     )
 
@@ -77,7 +77,7 @@ def _load_verified(folder: Path, policy: Policy, drafter: Drafter | None) -> Tra
         )
     stored = StoredPolicy(folder, manifest)
     if policy.stores_reference and stored.has_reference:
-        _read(stored, policy, {MASTER: REFERENCE})  # by way of the masters, which become the parameters of all ranks
+        _read(stored, policy, {MASTER: REFERENCE})  # through the masters, which become the parameters of all ranks
         policy.optimizer.restored(manifest.counters)
         policy.renew_reference()
     _read(stored, policy, {kind: kind for kind in KINDS})
@@ -91,7 +91,7 @@ def _load_verified(folder: Path, policy: Policy, drafter: Drafter | None) -> Tra
 
 
 def _read(stored: StoredPolicy, policy: Policy, kinds: Mapping[str, str]) -> None:
-    """Fill what this rank holds of the policy, each of `KINDS` with what is stored as another or the same."""
+    """Fill this rank's part of the policy; `kinds` maps each kind of tensor to the stored kind it is read from."""
     for shard in policy.shards():
         offset = 0
         for piece in shard.pieces:

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: what lies in which file, checksums, counters, and the scales of an FP8 KV cache.
+"""The manifest of a checkpoint: the contents of its files, checksums, counters, and the scales of an FP8 KV cache.
 
-It is written last, so that a folder with one was complete once.
+It is written last, so that a folder with a manifest was once complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMAT = 5
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written or read; the line says which one, why, and what to do."""
+    """A checkpoint cannot be written or read; the message says which one, why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StoredFile:
     size: int
     crc32: int
     pieces: tuple[Piece, ...] = ()
-    """What it holds of the policy: a tensor for each kind and piece, named by `stored_name`."""
+    """Its parts of the policy: a tensor for each kind and piece, named by `stored_name`."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Manifest:
     kv_scales: KvScales | None
     """None without an FP8 KV cache."""
     adapter_scale: float | None
-    """What the products of the adapters are multiplied by, where the tensors are those of LoRA."""
+    """The factor on the adapters' products, if the tensors are LoRA's."""
 
 
 class StoredPolicy:
-    """Reads the policy in the files of a checkpoint, by rectangles of its tensors in whatever layout."""
+    """Reads the policy from a checkpoint's files by rectangles of its tensors, whatever the layout."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
@@ -68,7 +68,7 @@ class StoredPolicy:
                 self._held[piece.tensor].append((file.name, piece))
 
     def read(self, wanted: Piece, into: Mapping[str, Tensor]) -> None:
-        """Fill matrices with what is stored of a rectangle, by the names in `KINDS`."""
+        """Fill matrices, by the names in `KINDS`, with the stored values of a rectangle."""
         missing = wanted.size
         for name, stored in self._held[wanted.tensor]:
             common = wanted.overlap(stored)
@@ -92,7 +92,7 @@ class StoredPolicy:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, with a checksum of its own."""
+    """Write the manifest, including its own checksum."""
     data = {"format": FORMAT, **TypeAdapter(Manifest).dump_python(manifest, mode="json")}
     write_json(folder / MANIFEST_FILE, {**data, "crc32": _checksum(data)})
 
@@ -117,9 +117,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def find_damage(folder: Path, ranks: Ranks) -> str | None:
-    """What is wrong with a checkpoint's files, or None if all is as it was written (collective).
+    """What is wrong with a checkpoint's files, or None if all are as they were written (collective).
 
-    Every byte is read once: the ranks share the files among them.
+    Every byte is read once: the ranks divide the files among them.
     """
     found = _own_damage(folder, ranks)
     return next((text for text in ranks.gather(found) if text is not None), None)
@@ -145,7 +145,7 @@ def _own_damage(folder: Path, ranks: Ranks) -> str | None:
                 return f"{file.name} has the wrong checksum {found:08x}"
         except FileNotFoundError:
             return f"{file.name} is missing"
-        except OSError as error:  # of a disk or a file system that fails
+        except OSError as error:  # a failing disk or file system
             return f"{file.name} cannot be read ({error.strerror or error})"
     return None
 

@@ -21,14 +21,14 @@ from specrl.training.lora import merged
 from specrl.training.pieces import MASTER, Piece
 
 ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
-"""The ends of the names of tensors whose rows the rotary embedding rotates against each other."""
+"""The suffixes of the names of tensors whose rows are paired by the rotary embedding."""
 
 
 def write_policy_folder(folder: Path, base_dir: Path, directory: Path, dtype: torch.dtype, ranks: Ranks) -> None:
     """Write the policy of a checkpoint as a Hugging Face directory, verified (collective); rank 0 writes.
 
-    `base_dir` is the policy from which that training began: its configuration, tokenizer and layers for multi-token
-    prediction are no part of a checkpoint. At most `hf_io.FILE_BYTES` and one tensor are in memory.
+    `base_dir` is the policy from which that training began: its configuration, tokenizer and multi-token-prediction
+    layers are not part of a checkpoint. At most `hf_io.FILE_BYTES` and one tensor are in memory.
     """
     check_whole(folder, ranks)
     if ranks.is_first:
@@ -48,7 +48,7 @@ def write_policy_folder(folder: Path, base_dir: Path, directory: Path, dtype: to
 def _masters(folder: Path, manifest: Manifest, base_dir: Path) -> Iterator[tuple[str, Tensor]]:
     config = read_model_config(base_dir)
     stored = StoredPolicy(folder, manifest)
-    # All are opened at once: what is open can be read to its end, although a run removes its old checkpoints.
+    # All are opened at once: open files stay readable even if a run removes its old checkpoints.
     for file in manifest.files:
         if file.pieces:
             stored.file(file.name)
@@ -58,6 +58,6 @@ def _masters(folder: Path, manifest: Manifest, base_dir: Path) -> Iterator[tuple
         tensor = torch.empty(tuple(shape))
         matrix = tensor.view(shape[0], -1)
         stored.read(Piece(name, (0, matrix.shape[0]), (0, matrix.shape[1])), {MASTER: matrix})
-        if name.endswith(interleaved):  # Megatron, and so the checkpoint, has a head's channels in halves
+        if name.endswith(interleaved):  # Megatron, and so the checkpoint, stores a head's channels in halves
             tensor = matrix.view(-1, 2, width // 2, matrix.shape[1]).transpose(1, 2).reshape(shape)
         yield name, tensor

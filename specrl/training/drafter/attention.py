@@ -1,11 +1,11 @@
-"""Attention of the drafter's training: packed rows, and chains that see a context and keys of their own.
+"""Attention in the drafter's training: packed rows, and chains that see a context and keys of their own.
 
-Nothing is materialised: the backward pass of flash attention needs a query's output and log-sum-exp alone, and is exact
-for a part of its keys if it is given those over all of them. So a kernel computes the context, in which the chains of a
+No scores are materialised: the backward pass of flash attention needs only a query's output and log-sum-exp, and is
+exact for a part of the keys if given those over all keys. So a kernel computes the context, in which the chains of a
 response are consecutive queries under a causal mask, and a chain's few own keys are merged in by their log-sum-exp.
 
-For n queries of d channels in h heads that see m keys and c of their own, a step takes 4 n m d h FLOPs forwards (half
-of that where m = n, by the mask), 2.5 times as many backwards, and 14 n c d h for the own keys, which are few.
+For n queries of d channels in h heads that see m keys and c of their own, a step takes 4 n m d h FLOPs forward (half
+of that if m = n, by the mask), 2.5 times as many backward, and 14 n c d h for the own keys, which are few.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch import Tensor
 from torch.nn.attention import varlen  # noqa: F401  (registers the operations of `_Flash`)
 
 MAX_SCORES = 1 << 26
-"""The number of scores that exist at once where there is no kernel."""
+"""The number of scores that exist at once without a kernel."""
 
 
 @dataclass(frozen=True)
 class Spans:
     """Rows of consecutive queries and keys, in host memory.
 
-    The last query of a row sees all of its keys, the one before all but the last one, and so on.
+    The last query of a row sees all of its keys, the query before it all but the last key, and so on.
     """
 
     queries: tuple[int, ...]
-    """[rows + 1]: where the queries of each row begin, and the number of all."""
+    """[rows + 1]: where each row's queries begin, and the total number."""
     keys: tuple[int, ...]
-    """[rows + 1]: the same of the keys; a row has at least as many keys as queries."""
+    """[rows + 1]: the same for the keys; a row has at least as many keys as queries."""
     device: torch.device
 
     @cached_property
@@ -58,10 +58,10 @@ def attend(
     own_keys: Sequence[Tensor] = (),
     own_values: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Attend to packed rows, and to keys that each query has for itself: [queries, heads, width].
+    """Attend to packed rows, and to each query's own keys: [queries, heads, width].
 
     Queries are [queries, heads, width], scaled; keys and values [keys, kv_heads, width], of which a query sees the last
-    `window`; each of the own ones is [queries, kv_heads, width].
+    `window`; each own key and value is [queries, kv_heads, width].
     """
     result: Tensor = _Attention.apply(queries, keys, values, spans, window, *own_keys, *own_values)  # type: ignore[no-untyped-call]
     return result
@@ -158,7 +158,7 @@ class _Chunk(NamedTuple):
 
 
 class _Plain:
-    """The same in PyTorch, with at most `MAX_SCORES` scores at a time; with scores and sums in float32."""
+    """The same in PyTorch, with at most `MAX_SCORES` scores at a time, and scores and sums in float32."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None) -> tuple[Tensor, Tensor]:
@@ -203,7 +203,7 @@ def _chunks(spans: Spans, heads: int, window: int | None) -> Iterator[_Chunk]:
         most = max(1, MAX_SCORES // (heads * (end - first)))
         for begin in range(start, stop, most):
             last = min(begin + most, stop)
-            behind = end - stop  # the key that a query sees last, less its place
+            behind = end - stop  # the index of the last key that a query sees, minus the query's
             lowest = first if window is None else max(first, begin + behind - window + 1)
             keys = slice(lowest, last + behind)
             sees = torch.arange(begin, last, device=spans.device)[:, None] + behind

@@ -1,4 +1,4 @@
-"""The chains of a micro-batch that a drafter is trained on (see `ttt.py`), packed without padding and cut in parts."""
+"""The chains of a micro-batch on which a drafter is trained (see `ttt.py`), packed without padding, in parts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ChainBatch:
     starts: Tensor
     """int64 `[chains]`: the index of the slot at which the chain starts."""
     alive: list[Tensor]
-    """For each step, int64 `[alive]`: the chains that have a target at it, all of which have one at the step before."""
+    """For each step, int64 `[alive]`: the chains with a target at it; all of them have one at the step before."""
     alive_on_host: list[list[int]]
     target_top1: Tensor
     """int64 `[chains]`: the policy's most likely token for each chain's step-0 target."""
@@ -70,7 +70,7 @@ class ChainBatch:
 
     @property
     def sampled(self) -> Tensor:
-        """Whether the policy sampled each chain's step-0 target, bool `[chains]`."""
+        """Whether each chain's step-0 target was sampled by the policy, bool `[chains]`."""
         return self.target_top1 != NOT_SAMPLED
 
     def loss_counts(self) -> Tensor:
@@ -106,9 +106,9 @@ class ChainBatch:
 
 
 def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps: int) -> ChainBatch | None:
-    """Find the chains of one micro-batch, each for `steps` steps; None when no response has a second token to draft.
+    """Find the chains of one micro-batch, each with `steps` steps; None if no response has a second token to draft.
 
-    Features are not copied. The host waits for the mask, and works out the rest while the device goes on.
+    Features are not copied. The host waits for the mask, and computes the rest while the device continues.
     """
     assert not features.hidden.requires_grad, "features must be detached from the policy"
     assert not features.targets.requires_grad, "targets must be detached from the policy"
@@ -138,7 +138,7 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
         alive=[step.to(device) for step in alive],
         alive_on_host=[step.tolist() for step in alive],
         target_top1=top1,
-        target_in_vocab=in_vocab[top1],  # NOT_SAMPLED is the last entry, which is no token's
+        target_in_vocab=in_vocab[top1],  # NOT_SAMPLED indexes the last entry, which belongs to no token
         truth=features.tokens[source, target + 1],
         chains_per_row=starts_at.sum(1).tolist(),
         slots_per_row=slot_mask.sum(1).tolist(),

@@ -1,4 +1,4 @@
-"""Making, loading, pretraining and writing the drafter that `speculation.method` asks for."""
+"""Creating, loading, pretraining and writing the drafter that `speculation.method` asks for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def new_drafter(
 ) -> Drafter:
     """The drafter that pretraining starts from: the policy's layer, `drafter.source`, or a new one (collective).
 
-    EAGLE-3's draft vocabulary is chosen from the responses of all ranks, of which this rank has some.
+    EAGLE-3's draft vocabulary is chosen from the responses of all ranks; this rank passes its own.
     """
     if config.speculation.draft_method.is_policy_layer:
         return Drafter.of_policy(policy_dir, config.drafter, ranks, config.seed)
@@ -75,8 +75,8 @@ def pretrain(
 ) -> dict[str, float]:
     """Train the drafter for `config.epochs` on this rank's micro-batches, or measure it with 0 epochs (collective).
 
-    Features are computed once if they fit `max_tokens_per_window` on every rank. Otherwise they are computed anew in
-    each epoch, window by window, which changes no result: the policy is frozen, and the steps are the same.
+    Features are computed once if they fit `max_tokens_per_window` on every rank. Otherwise they are recomputed in each
+    epoch, window by window, which changes no result: the policy is frozen, and the steps are the same.
     """
     lr = config.lr if config.epochs else 0.0
     spec, sample = drafter.feature_spec, whole_sample(batches, policy.model_size)
@@ -89,7 +89,7 @@ def pretrain(
         everyone = policy.ranks.gather([feature_area(batch) for batch in ordered])
         for window in windows(everyone, config.max_tokens_per_window):
             part = ordered[window.start : window.stop]
-            yield from features_of(part)  # not kept by name: it goes before the next window comes
+            yield from features_of(part)  # not bound to a name, so that it is freed before the next window
             yield from repeat(None, len(window) - len(part))
 
     area = max(policy.ranks.gather(sum(feature_area(batch) for batch in batches)))

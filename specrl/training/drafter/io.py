@@ -1,8 +1,8 @@
-"""The EAGLE-3 directory that vLLM loads: `config.json` and `model.safetensors`; and the layouts that others publish.
+"""The EAGLE-3 directory that vLLM loads: `config.json` and `model.safetensors`; and other published layouts.
 
-`d2t` is an *offset* in what is written: target id = draft id + d2t[draft id]. Flags on whose default loaders disagree
-(those of norms, biases) are written out, never left to a default. What is read may be in any layout of
-`specrl.models.drafters`. A drafter of the policy's whole vocabulary has no mappings.
+The written `d2t` holds *offsets*: target id = draft id + d2t[draft id]. Flags whose defaults differ between loaders
+(norms, biases) are always written. Any layout of `specrl.models.drafters` can be read. A drafter with the policy's
+whole vocabulary has no mappings.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ NEW_NAMES = {
     "aux_norm_mid.": "fc_norm.1.",
     "aux_norm_high.": "fc_norm.2.",
 }
-"""Parts of names that others use, and those that are used here."""
+"""Parts of names in other programs, and the names used here."""
 UPPER_NORM = re.compile(r"(layers\.\d+)\.hidden_norm\.")
-"""What SGLang calls the norm before the attention of a layer above the first one."""
+"""SGLang's name for the norm before the attention of a layer above the first."""
 EMBEDDINGS = "embed_tokens.weight"
 NOT_READ = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.", "midlayer.self_attn.rotary_emb.")
-"""The beginnings of the names of tensors that belong to the policy, or follow from `config.json`."""
+"""The name prefixes of tensors that belong to the policy or follow from `config.json`."""
 
 
 def vocabulary_tensors(draft_tokens: Tensor, vocab_size: int) -> dict[str, Tensor]:
@@ -46,10 +46,10 @@ def vocabulary_tensors(draft_tokens: Tensor, vocab_size: int) -> dict[str, Tenso
 
 
 def check_offsets(d2t: Tensor, vocab_size: int) -> None:
-    """Raise ValueError unless every draft token stands for a token of the policy, as vLLM and SGLang read `d2t`.
+    """Raise ValueError unless every draft token maps to a token of the policy, as vLLM and SGLang read `d2t`.
 
-    They add `d2t` to the draft token's id without a look at the sum: one beyond the vocabulary is a bare IndexError on
-    CPUs, and on GPUs ends the CUDA context.
+    They add `d2t` to the draft token's id without checking the sum: one beyond the vocabulary is a bare IndexError on
+    CPUs, and destroys the CUDA context on GPUs.
     """
     targets = d2t.long() + torch.arange(len(d2t), device=d2t.device)  # [draft_vocab]
     outside = ((targets < 0) | (targets >= vocab_size)).nonzero()[:, 0]
@@ -89,7 +89,7 @@ def config_dict(shape: Eagle3Shape, policy_config: Any, policy_version: int) -> 
 
 
 def write_drafter(directory: Path, config: dict[str, Any], weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Write an EAGLE-3 directory; `config.json` comes last, so that a directory which has one is complete."""
+    """Write an EAGLE-3 directory; `config.json` comes last, so that a directory with one is complete."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG_FILE).unlink(missing_ok=True)
     write_tensors(directory / WEIGHTS_FILE, dict(weights))
@@ -98,7 +98,7 @@ def write_drafter(directory: Path, config: dict[str, Any], weights: Iterable[tup
 
 @dataclass(frozen=True)
 class StoredDrafter:
-    """An EAGLE-3 drafter as it lies on disk, in the names and with the shape that it has here."""
+    """A stored EAGLE-3 drafter, under specrl's names and with its shape."""
 
     shape: Eagle3Shape
     tensors: dict[str, Tensor]
@@ -109,9 +109,9 @@ class StoredDrafter:
 
 
 def read_drafter(directory: Path, policy_dir: Path, dtype: torch.dtype = torch.bfloat16) -> StoredDrafter:
-    """Read an EAGLE-3 drafter of any layout for a policy of this type, whose embeddings take the place of its own.
+    """Read an EAGLE-3 drafter of any layout for a policy of this dtype, whose embeddings replace the drafter's.
 
-    Raises ValueError if it is incomplete, computes what specrl does not, or was made for a policy of another shape.
+    Raises ValueError if it is incomplete, needs unsupported operations, or was made for a policy of another shape.
     """
     published = suited(read_published(directory), read_model_config(policy_dir), directory)
     tensors = _norms_renamed(dict(_tensors(directory)))
@@ -132,8 +132,8 @@ def read_drafter(directory: Path, policy_dir: Path, dtype: torch.dtype = torch.b
 def draft_vocabulary(d2t: Tensor | None, t2d: Tensor | None, shape: Eagle3Shape, directory: Path) -> tuple[Tensor, str]:
     """The target ids of a draft vocabulary, int64 `[draft_vocab]`, and how they were stored.
 
-    `d2t` holds offsets or the ids themselves. `t2d` says which; without it, only one of the two can be a vocabulary
-    of distinct tokens, because many neighbouring tokens are drafted, whose offsets are equal.
+    `d2t` holds offsets or the ids themselves. `t2d` shows which; without it, only one reading gives distinct tokens,
+    because the draft vocabulary contains many neighbouring tokens, whose offsets are equal.
     """
     if d2t is None and shape.draft_vocab_size == shape.vocab_size:
         return torch.arange(shape.vocab_size), "it drafts over the whole vocabulary"
@@ -151,7 +151,7 @@ def draft_vocabulary(d2t: Tensor | None, t2d: Tensor | None, shape: Eagle3Shape,
     if not fitting:
         reason = "a vocabulary of distinct tokens" if drafted is None else "the tokens of t2d: d2t and t2d disagree"
         raise ValueError(
-            f"{directory}: neither as offsets nor as token ids is d2t {reason}; it holds values from {int(ids.min())} "
+            f"{directory}: d2t, read as offsets or token ids, is not {reason}; it holds values from {int(ids.min())} "
             f"to {int(ids.max())}, and the ids of tokens go from 0 to {shape.vocab_size - 1}"
         )
     if len(fitting) == 2 and not torch.equal(*readings.values()):
@@ -185,10 +185,9 @@ def _tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _norms_renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with the name that the norm before the attention has here.
+    """The tensors, with the norm before the attention under specrl's name.
 
-    With tensors of both names there is no telling which of them is computed with; the one too many keeps its own name,
-    so that it is refused.
+    If both names exist, it is unknown which tensor is used; the extra one keeps its name, so that it is refused.
     """
     names = {name: UPPER_NORM.sub(r"\1.input_layernorm.", name) for name in tensors}
     return {name if names[name] in tensors else names[name]: tensor for name, tensor in tensors.items()}
@@ -207,16 +206,14 @@ def _check_tensors(tensors: dict[str, Tensor], shape: Eagle3Shape, directory: Pa
     if missing := sorted(wanted.keys() - tensors.keys()):
         raise ValueError(f"{directory} lacks {', '.join(missing)}")
     if unknown := sorted(tensors.keys() - wanted.keys()):
-        raise ValueError(
-            f"{directory} has {', '.join(unknown)}, which a drafter with its {CONFIG_FILE} does not compute with"
-        )
+        raise ValueError(f"{directory} has {', '.join(unknown)}, which a drafter with its {CONFIG_FILE} does not use")
     for name, size in wanted.items():
         if tuple(tensors[name].shape) != size:
             raise ValueError(f"{directory}: {name} is {list(tensors[name].shape)}, its {CONFIG_FILE} says {list(size)}")
 
 
 def adopt_drafter(source: Path, policy_dir: Path, directory: Path) -> tuple[str, ...]:
-    """Write a drafter of any layout as specrl's own; return what to say."""
+    """Write a drafter of any layout in specrl's own; return lines for the user."""
     policy = AutoConfig.from_pretrained(policy_dir)
     stored = read_drafter(source, policy_dir, policy.dtype or torch.bfloat16)
     weights = {name: tensor.to(stored.shape.dtype) for name, tensor in stored.tensors.items()}

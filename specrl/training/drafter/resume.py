@@ -1,4 +1,4 @@
-"""Checkpoints inside the drafter's pretraining, from which another job goes on exactly."""
+"""Checkpoints within the drafter's pretraining, from which another job continues exactly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specrl.models.hf_io import write_tensors
 from specrl.training.batches import MicroBatch
 
 SAVE_SECONDS = 300.0
-"""The seconds from one checkpoint to the next; a kill loses at most these."""
+"""The seconds from one checkpoint to the next; a kill loses at most this much."""
 PREFIX = "progress/"
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TrainingProgress:
-    """The number of steps done, and what they add to the metrics of the last epoch, on one rank."""
+    """The number of completed steps, and their contribution to the last epoch's metrics, on one rank."""
 
     done: int
     loss: Tensor
@@ -40,9 +40,9 @@ class TrainingProgress:
 
 
 class TrainingCheckpoints:
-    """Writes the drafter and its optimizer between two steps, and has the ranks leave their job there.
+    """Writes the drafter and its optimizer between two steps, where the ranks can leave their job.
 
-    All ranks call every method that says it is collective.
+    All ranks call every method marked as collective.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TrainingCheckpoints:
         lifetime: Lifetime,
         seconds: float = SAVE_SECONDS,
     ) -> None:
-        """Find out which training it is (collective): a checkpoint of other micro-batches is not used."""
+        """Identify the training by its micro-batches (collective): checkpoints of another one are not used."""
         self._directory, self._ranks, self._lifetime, self._seconds = directory, ranks, lifetime, seconds
         own = [(batch.indices, batch.lengths.tolist()) for batch in batches]
         self._training = digest(ranks.gather(digest(own)))
@@ -78,15 +78,15 @@ class TrainingCheckpoints:
         )
 
     def wanted(self) -> bool:
-        """Whether this rank wants `reached` to be called after the present step of the training."""
-        if self._saved_at is None:  # the first step: what takes long before it is no part of the training
+        """Whether this rank wants `reached` to be called after the current training step."""
+        if self._saved_at is None:  # the first step: the time before it does not count as training
             self._lifetime.begin_steps(self._part)
             self._saved_at = time.monotonic()
         due = self._ranks.is_first and time.monotonic() - self._saved_at >= self._seconds
         return due or self._lifetime.stop is not None
 
     def reached(self, drafter: Mapping[str, Tensor], progress: TrainingProgress) -> None:
-        """Write a checkpoint, and raise LeftJobError if any rank is to leave its job (collective)."""
+        """Write a checkpoint, and raise LeftJobError if any rank must leave its job (collective)."""
         started = time.monotonic()
         self._part += 1
         self._save(drafter, progress)
@@ -99,7 +99,7 @@ class TrainingCheckpoints:
             raise LeftJobError(stop)
 
     def finish(self) -> None:
-        """Say that the training is over, and remove its checkpoints; the drafter is to be complete on disk."""
+        """End the training and remove its checkpoints; the drafter must be complete on disk."""
         if self._saved_at is not None:
             self._lifetime.end_steps()
         if self._ranks.is_first:
@@ -116,7 +116,7 @@ class TrainingCheckpoints:
             "sums": torch.tensor([sums for _, sums in everyone], dtype=torch.float64),
             "norms": torch.tensor(progress.norms, dtype=torch.float64),
         }
-        # The name has the step, because a stage has got further when the names of its files have changed.
+        # The name contains the step, because changed file names show that a stage has made progress.
         path = self._directory / f"{self._training}-{progress.done:08d}.safetensors"
         write_tensors(path, {**drafter} | {PREFIX + name: tensor for name, tensor in stored.items()})
         for other in self._directory.glob("*.safetensors"):

@@ -1,8 +1,8 @@
-"""Spot training: updates of the drafter by ranks that have nothing else to do, merged where a step ends.
+"""Spot training: updates of the drafter by otherwise idle ranks, merged at the end of a step.
 
 A rank trains alone, on features of the last two steps, one micro-step after another. At the end of the step the ranks'
-weights are averaged, each by the number of micro-steps that the rank took. Drafter weights then depend on timing;
-rollouts do not (invariant 1).
+weights are averaged in proportion to their numbers of micro-steps. Drafter weights thus depend on timing; rollouts do
+not (invariant 1).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specrl.training.features import Features, padded, sequences
 from specrl.training.sample import by_length, even_sample
 
 MICRO_STEP_SECONDS = 0.1
-"""The length that a micro-step should have; the last engine may have to wait for one."""
+"""The target length of a micro-step; the last engine may have to wait for one."""
 STEPS_KEPT = 2
 """The number of steps whose features are kept."""
 
@@ -38,24 +38,24 @@ class SpotTraining:
         self._recent: deque[list[Features]] = deque(maxlen=STEPS_KEPT)
         """The features of each kept step, one entry per sequence."""
         self._waiting: list[list[Features]] = []
-        """The micro-batches that are left of the present pass through the kept features."""
+        """The remaining micro-batches of the current pass over the kept features."""
         self._passes = 0
-        """The number of passes through the features kept now, the present one included."""
+        """The number of passes over the currently kept features, including the current pass."""
         self._area = 0
         """The number of padded tokens that a micro-batch may have; 0 allows one sequence."""
         self._random = random.Random(drafter.ranks.rank)
         self._reset()
 
     def remember(self, features: Sequence[Features | None]) -> None:
-        """Keep the features of a step's policy update; None stands for a micro-batch that other ranks have."""
+        """Keep the features of a step's policy update; None stands for a micro-batch that only other ranks have."""
         self._recent.append([row for item in features if item is not None for row in sequences(item)])
         self._waiting, self._passes = [], 0
 
     def work(self, stop: Callable[[], bool]) -> bool:
-        """Make one micro-step, which is never cut short, and return True; without features return False at once.
+        """Take one micro-step, which is never interrupted, and return True; without features, return False at once.
 
-        The learning rate of the n-th pass is an n-th of `drafter.online_lr`: a long bubble has time for dozens of
-        passes through a few responses, which the drafter would learn by heart at the full rate, and forget the others.
+        The learning rate of the n-th pass is `drafter.online_lr / n`: in a long bubble with dozens of passes over a few
+        responses, the drafter would memorise these at the full rate and forget the others.
         """
         if not self._waiting:
             self._waiting, self._passes = self._micro_batches(), self._passes + 1
@@ -91,8 +91,8 @@ class SpotTraining:
     def _micro_batches(self) -> list[list[Features]]:
         """The kept features as micro-batches of similar length, in random order.
 
-        If they have more than `drafter.max_tokens_per_step` tokens, an even sample of them by length is taken. Rows
-        whose targets need different heads, because they are of different forward passes, are never together.
+        If they have more than `drafter.max_tokens_per_step` tokens, an even sample by length is used. Rows from
+        different forward passes, whose targets need different heads, are never combined.
         """
         rows = [row for step in self._recent for row in step]
         if not rows:

@@ -1,7 +1,7 @@
 """The drafter beside the policy: pretraining, the online update of each RL step, and what the engine loads.
 
-It never touches the policy: features come detached, the input embeddings are a copy, and its optimizer holds its own
-parameters only.
+It never touches the policy: features are detached, the input embeddings are a copy, and its optimizer holds only its
+own parameters.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> NDArr
 
 
 def choose_draft_vocabulary(counts: NDArray[np.int64], size: int) -> Tensor:
-    """The most frequent tokens, filled up with the lowest ids that never occur: int64 [size], sorted."""
-    by_frequency = np.argsort(-counts, kind="stable")  # the lowest of equally frequent ids first
+    """The most frequent tokens, padded with the lowest ids that never occur: int64 [size], sorted."""
+    by_frequency = np.argsort(-counts, kind="stable")  # of equally frequent ids, the lowest first
     return torch.from_numpy(np.sort(by_frequency[:size]))
 
 
@@ -56,15 +56,15 @@ def choose_draft_vocabulary(counts: NDArray[np.int64], size: int) -> Tensor:
 def initialise_from_policy(model: Eagle3, policy_dir: Path, draft_tokens: Tensor) -> None:
     """Start from the policy's last layers, final norm and head rows instead of noise.
 
-    Attention takes a layer's projections, in the drafter's first layer for the half of its input that is a hidden
-    state; the embedding half and `fc` stay random. The MLPs are taken only when they have the policy's width. Only the
-    value projection is taken of a policy that has QK norm, or rotates other channels against each other.
+    Attention copies a layer's projections, in the drafter's first layer for the hidden-state half of its input; the
+    embedding half and `fc` stay random. MLPs are copied only if they have the policy's width. Only the value projection
+    is copied from a policy with QK norm or with another pairing of rotated channels.
 
-    On SmolLM2 three epochs from here beat ten from random layers (acceptance length 2.61 against 2.46).
+    On SmolLM2, three epochs from here beat ten from random layers (acceptance length 2.61 against 2.46).
     """
     policy_config = AutoConfig.from_pretrained(policy_dir)
     family, hidden = family_of_model(policy_config), model.shape.hidden_size
-    # Projections made for QK norm would saturate attention without it.
+    # Projections trained with QK norm would saturate attention without it.
     only_values = family.qk_norm or family.rotary_interleaved
     projections = ("v_proj",) if only_values else ("q_proj", "k_proj", "v_proj")
     policy = TensorReader(policy_dir)
@@ -105,9 +105,9 @@ def _held(features: Sequence[Features | None]) -> FeatureStream:
 class _StepResult(NamedTuple):
     loss: Tensor
     sums: Tensor
-    """This rank's `Tally.sums`; zeros unless they were asked for."""
+    """This rank's `Tally.sums`; zeros unless requested."""
     norm: float
-    """The norm of the gradient before clipping, that of all ranks unless this one trains alone."""
+    """The gradient norm before clipping, over all ranks unless this one trains alone."""
     flag: bool
 
 
@@ -115,7 +115,7 @@ class Drafter:
     """A drafter, its optimizer and its data-parallel update.
 
     It is an EAGLE-3 drafter (`create`, `load`), or the policy's own multi-token-prediction layer (`of_policy`). All
-    ranks call every method that says it is collective, in the same order.
+    ranks call every method marked as collective, in the same order.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Drafter:
         self._seed = seed
         self._updates = 0
         self.changes = 0
-        """The number of times that what `state_dict` returns was changed."""
+        """The number of changes to the result of `state_dict`."""
         policy = TensorReader(policy_dir)
         for name in model.SHARED:
             tied = name == HEAD and name not in policy.names
@@ -153,7 +153,7 @@ class Drafter:
         self.optimizer = torch.optim.AdamW(
             self._parameters, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        for parameter in self._parameters:  # AdamW would begin with the same
+        for parameter in self._parameters:  # as AdamW itself would begin
             moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
             self.optimizer.state[parameter] = {"step": torch.zeros((), device=ranks.device), **moments}
 
@@ -199,7 +199,7 @@ class Drafter:
 
     @property
     def feature_spec(self) -> FeatureSpec:
-        """The features that this drafter learns from; which targets these have depends on the sizes alone."""
+        """The features from which this drafter learns; the kind of their targets depends on the sizes alone."""
         if self.model.policy_head is not None:
             return FeatureSpec(self.shape.feature_layers, self.draft_tokens[:0])
         as_hidden = self.config.keeps_hidden_states(self.shape.hidden_size)
@@ -214,10 +214,10 @@ class Drafter:
         on_progress: Callable[[int, int], None] | None = None,
         checkpoints: TrainingCheckpoints | None = None,
     ) -> dict[str, float]:
-        """Train on detached features, with one step per micro-batch of the rank that has most of them (collective).
+        """Train on detached features, with one step per micro-batch of the rank that has the most (collective).
 
-        With several epochs (pretraining) the learning rate warms up and follows a cosine to 5 %; one epoch (the online
-        update) is constant. `lr = 0` measures without moving anything. Features are None for a micro-batch that only
+        With several epochs (pretraining) the learning rate warms up and follows a cosine to 5 %; in one epoch (the
+        online update) it is constant. `lr = 0` measures without updating. Features are None for a micro-batch that only
         other ranks have. `loss` (see `train_chains`), `grad_norm` (before clipping) and the metrics of
         `metrics_from_sums` are those of the last epoch; each batch is measured before it is trained on.
         """
@@ -269,7 +269,7 @@ class Drafter:
 
     @torch.no_grad()
     def average(self, weight: float) -> None:
-        """Set parameters and moments to the sum over ranks of `weight`, which add up to 1, times each (collective)."""
+        """Average parameters and moments over ranks by `weight`; the weights must sum to 1 (collective)."""
         self.changes += 1
         for parameter in self._parameters:
             state = self.optimizer.state[parameter]
@@ -305,7 +305,7 @@ class Drafter:
         return _StepResult(loss.double(), sums, norm, bool(shared[steps] > 0))
 
     def _descend(self, lr: float, alone: bool) -> float:
-        """Make an optimizer step with clipped gradients; return their norm before that (collective unless `alone`)."""
+        """Take an optimizer step; return the gradients' norm before clipping (collective unless `alone`)."""
         if not alone:
             self._all_reduce(self._gradient)
         norm = float(self._gradient.norm())
@@ -327,7 +327,7 @@ class Drafter:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the drafter's tensors by their names on disk, in the policy's compute type, as a refit loads them.
 
-        Tensors shared with the policy are not among them: the engine's drafter shares them too.
+        Tensors shared with the policy are left out: the engine's drafter shares them too.
         """
         for name, parameter in self.model.state_dict().items():
             yield self.model.name_on_disk(name), parameter.to(self.shape.dtype)
@@ -341,7 +341,7 @@ class Drafter:
         write_drafter(directory, config | {LOSS_KEY: str(self.config.loss)}, self.named_weights())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What an exact resume needs beside `SHARED`; the tensors are not copies."""
+        """The state that an exact resume needs besides `SHARED`; the tensors are not copies."""
         state: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
         for name, parameter in self.model.named_parameters():
             state |= {f"{key}/{name}": self.optimizer.state[parameter][key] for key in MOMENTS}
@@ -365,5 +365,5 @@ class Drafter:
 
 
 def schedule(step: int, num_steps: int) -> float:
-    """The factor of pretraining's peak learning rate at a step: 10 steps of warm-up, and a cosine to 5 %."""
+    """The factor on pretraining's peak learning rate at a step: 10 steps of warm-up, then a cosine to 5 %."""
     return lr_factor(step, num_steps, decay="cosine", warmup_steps=WARMUP_STEPS, final_fraction=FINAL_LR_FRACTION)

@@ -1,14 +1,14 @@
 """Training-time test (EAGLE-3, arXiv:2503.01840): the drafter is unrolled in training exactly as it drafts.
 
-A *chain* starts at a slot c of a response: it has token c + 1 beside the policy's feature of token c, and predicts
-token c + 2. Step j moves it to slot c + j: the true token c + j + 1 beside the chain's own output of step j - 1. Its
-query sees the keys of the policy-fed slots up to c (the same for every step) and the chain's own keys after
-that. Only chains are computed step by step: prompt slots contribute keys and values alone, padding contributes nothing,
-and a chain ends where its response does. A drafter of several layers computes all but the last one for every slot,
-because the keys of a layer are made of what the layer before it returns.
+A *chain* starts at a slot c of a response: it reads token c + 1 and the policy's feature of token c, and predicts
+token c + 2. Step j moves it to slot c + j: it reads the true token c + j + 1 and the chain's own output of step j - 1.
+Its query sees the keys of the policy-fed slots up to c (the same for every step) and the chain's own keys after
+that. Only chains are computed step by step: prompt slots contribute only keys and values, padding contributes nothing,
+and a chain ends with its response. A drafter of several layers computes all but the last one for every slot, because
+the keys of a layer depend on the output of the layer before it.
 
-Chains do not see each other. A micro-batch with many of them is trained in parts, each forward and backward through all
-of its steps before the next, so that memory grows with the slots alone, and nothing is computed twice.
+Chains do not see each other. A micro-batch with many chains is trained in parts, each forward and backward through all
+of its steps before the next, so that memory grows only with the slots, and nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Objective:
 
 
 class Context(NamedTuple):
-    """The tensors of the policy-fed slots that the chains read; those of all slots are in memory at once."""
+    """The tensors of the policy-fed slots that the chains read; all slots' tensors are in memory at once."""
 
     embedded: Tensor
     """The results of `DraftModule.embed`, `[slots, hidden]`."""
@@ -52,7 +52,7 @@ class Context(NamedTuple):
     """The values of each layer, `[slots, kv_heads, head_dim]`."""
 
     def detached(self, *, learn: bool) -> Context:
-        """The same numbers, as leaves of a graph of their own."""
+        """The same values, as leaves of a separate graph."""
         embedded, residual, x, *rest = (tensor.detach().requires_grad_(learn) for tensor in self.tensors())
         return Context(embedded, residual, x, rest[: len(self.keys)], rest[len(self.keys) :])
 
@@ -79,7 +79,7 @@ def feed_context(model: DraftModule, batch: ChainBatch) -> Context:
 
 
 def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) -> Iterator[Tensor]:
-    """Draft with the chains of a part, and yield each step's logits `[alive, draft_vocab]` of those in `part.alive`."""
+    """Draft with the chains of a part, and yield each step's logits `[alive, draft_vocab]` of the chains alive."""
     keys, values = ([rows_of(x, part.slots) for x in kind] for kind in (context.keys, context.values))
     own_keys, own_values = ([list[Tensor]() for _ in model.attentions] for _ in range(2))
     window = model.shape.sliding_window
@@ -104,7 +104,7 @@ def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) 
                 keys[layer],
                 values[layer],
                 part.spans,
-                window=None if window is None else window - step,  # a chain always sees all of itself: it is shorter
+                window=None if window is None else window - step,  # a chain always sees all of itself, being shorter
                 own_keys=own_keys[layer],
                 own_values=own_values[layer],
             )
@@ -119,7 +119,7 @@ def _spread(x: Tensor, places: Tensor, size: int) -> Tensor:
 def target_probs(batch: ChainBatch, part: Part, policy_head: Callable[[Tensor], Tensor] | None) -> Tensor:
     """The policy's distribution on the draft vocabulary at a part's targets, float32 `[targets, draft_vocab]`.
 
-    They are the step-0 targets of its chains, and of the chains after them that its last ones reach in later steps.
+    The targets are the step-0 targets of the part's chains, and of later chains that its last ones reach.
     """
     starts = batch.starts[part.chains.start : part.chains.stop + len(part.alive) - 1]
     rows, columns = batch.slot_rows[starts], batch.columns[starts] + 1
@@ -141,12 +141,12 @@ def train_chains(
 ) -> Tensor:
     """The loss of a micro-batch; with `learn`, add its gradient to the parameters'.
 
-    It is the sum of the tokens' losses at each step, divided by `counts[step]`, the number of them over all ranks, and
-    weighted, and summed over the steps.
+    It is the weighted sum over steps of the tokens' summed losses, divided by `counts[step]`, their number over all
+    ranks.
     """
     with _computing(model, batch, learn):
         fed = feed_context(model, batch)
-    # Cut here: the gradients of all parts come together at the context, and go through it once.
+    # Detached here: the gradients of all parts accumulate at the context, and pass through it once.
     context = fed.detached(learn=learn)
     total = torch.zeros((), device=batch.starts.device)
     for part in batch.parts():
@@ -194,7 +194,7 @@ def _part_loss(
 
 
 class _StepLoss(torch.autograd.Function):
-    """Computes the weighted sum of the tokens' losses in float32, and keeps its gradient alone, in the logits' type."""
+    """Computes the weighted sum of the tokens' losses in float32, and keeps only its gradient, in the logits' type."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, weights: Tensor, loss: LossFunction) -> Tensor:
@@ -210,7 +210,7 @@ class _StepLoss(torch.autograd.Function):
 
 
 class Tally:
-    """Counts the drafts of a micro-batch's chains, and those that are right."""
+    """Counts the drafts of a micro-batch's chains, and the correct ones."""
 
     def __init__(self, batch: ChainBatch, draft_tokens: Tensor) -> None:
         self._batch = batch
@@ -232,12 +232,12 @@ class Tally:
         self._sums[step, 2] += (p.gather(1, drafted[:, None])[:, 0] * counted).sum()
 
     def sums(self) -> Tensor:
-        """The sums that `metrics_from_sums` reads, float64 `[steps + 1, 3]`; they add up over batches and ranks.
+        """The sums that `metrics_from_sums` reads, float64 `[steps + 1, 3]`; they are additive over batches and ranks.
 
         A step's row holds the number of chains, the number of drafts that are the policy's most likely token, and the
-        sum of p(draft). The last row holds the numbers of drafts and of accepted tokens if the responses were decoded
-        again with k = steps: the sampler is drafter-invariant, so that the same responses would be sampled, and a draft
-        is accepted when it is the response's token.
+        sum of p(draft). The last row holds the numbers of drafts and accepted tokens if the responses were decoded
+        again with k = steps: the sampler is drafter-invariant, so the same responses would be sampled, and a draft is
+        accepted if it is the response's token.
         """
         both = torch.stack([self._matches.long().cumprod(1).sum(1), self._batch.sampled.long()])
         accepted, sampled = both.tolist()
@@ -247,10 +247,10 @@ class Tally:
 
 
 def _replay(accepted: list[int], sampled: list[int], chains_per_row: list[int]) -> tuple[int, int]:
-    """The numbers of drafts and of accepted tokens when the responses are decoded again.
+    """The numbers of drafts and of accepted tokens if the responses were decoded again.
 
-    After a chain that had `a` tokens accepted, decoding goes on with the chain `a + 1` places behind it. Chains whose
-    first target was not `sampled` draft nothing.
+    After a chain with `a` accepted tokens, decoding continues with the chain `a + 1` places later. Chains whose first
+    target was not `sampled` draft nothing.
     """
     drafts = total = first = 0
     for count in chains_per_row:
@@ -266,10 +266,9 @@ def metrics_from_sums(sums: Tensor) -> dict[str, float]:
     """`top1_match` (of the first step), `num_tokens` (the number of chains), `acceptance_length` at k = steps,
     and `expected_acceptance_pos_i`.
 
-    The expected acceptance at position i, from 0, is the mean of p(draft) over the chains that are alive there, whose
-    earlier tokens are the response's own. p is the policy's distribution on the draft vocabulary, and counts as 0 where
-    the policy's most likely token is outside of it. Without anything to draft, the acceptance length is 1 and all else
-    is 0.
+    The expected acceptance at position i, from 0, is the mean of p(draft) over the chains alive there, whose earlier
+    tokens are the response's own. p is the policy's distribution on the draft vocabulary, and counts as 0 if the
+    policy's most likely token is outside it. Without anything to draft, the acceptance length is 1 and all else is 0.
     """
     steps = sums[:-1] / sums[:-1, :1].clamp(min=1)
     drafts, accepted = sums[-1, 0].item(), sums[-1, 1].item()

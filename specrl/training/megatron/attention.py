@@ -1,7 +1,7 @@
 """Attention over a flat row of segments: Transformer Engine's variable-length kernels, or PyTorch's own.
 
-Megatron hands `MicroBatch.segments` to every layer in the place of an attention mask, also where activations are
-computed again in the backward pass, when another micro-batch may have passed in between.
+Megatron passes `MicroBatch.segments` to every layer in place of an attention mask, also when activations are recomputed
+in the backward pass, where another micro-batch may have passed in between.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.extensions import transformer_engine as extension
 from torch import Tensor
 
 KERNEL_CAPABILITY = (9, 0)
-"""The first generation of GPUs (Hopper) on which cuDNN's kernels take variable lengths."""
+"""The first generation of GPUs (Hopper) on which cuDNN's kernels accept variable lengths."""
 
 
 class Segment(NamedTuple):
@@ -45,7 +45,7 @@ class RowLayout:
 
     @cached_property
     def positions(self) -> Tensor:
-        """The position of each token in its sequence, [tokens] int64: a segment continues behind its prefix."""
+        """The position of each token in its sequence, [tokens] int64: a segment continues its prefix."""
         parts = [torch.arange(each.num_keys - each.length, each.num_keys) for each in self.segments]
         return torch.cat(parts).to(self.device)
 
@@ -55,7 +55,7 @@ class RowLayout:
 
     @cached_property
     def keys(self) -> Tensor | None:
-        """The place of every key, segment by segment, [keys] int64; None if they are the row as it is."""
+        """The place of every key, segment by segment, [keys] int64; None if the keys are the row itself."""
         if all(each.num_keys == each.length for each in self.segments):
             return None
         ranges = [
@@ -79,7 +79,7 @@ class RowLayout:
 
 
 def row_layout(segments: Tensor, device: torch.device) -> RowLayout:
-    """The layout of a row, the same object for the same segments, so that its tensors are made once."""
+    """The layout of a row, cached by segments so that its tensors are created once."""
     return _row_layout(tuple(Segment(*row) for row in segments.tolist()), device)
 
 
@@ -94,7 +94,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float | No
     parts = []
     for segment, *split in zip(layout.segments, *(torch.split(x[None], lengths, 2) for x in (q, k, v)), strict=True):
         own = split
-        if segment.num_keys > segment.length:  # a prefix's queries go with it, because no mask is as fast as the causal
+        if segment.num_keys > segment.length:  # the prefix's queries are included, as the causal mask is the fastest
             before = slice(segment.prefix_start, segment.prefix_stop)
             own = [torch.cat((x[None, :, before], y), 2) for x, y in zip((q, k, v), split, strict=True)]
         found = F.scaled_dot_product_attention(own[0], own[1], own[2], is_causal=True, scale=scale, enable_gqa=True)
@@ -108,11 +108,11 @@ Kernel = Callable[[Tensor, Tensor, Tensor, RowLayout], Tensor]
 
 
 class PackedAttention(torch.nn.Module):
-    """Megatron's `core_attention` over a flat row, whose queries and keys come rotated.
+    """Megatron's `core_attention` over a flat row, whose queries and keys are already rotated.
 
     A shared prompt's keys and values are gathered for each of its responses, so that every segment is one item of the
-    kernel's batch, whose causal mask is aligned at the bottom right. There is none for CPUs, float32 and GPUs before
-    Hopper; there the attention is PyTorch's.
+    kernel's batch, with the causal mask aligned at the bottom right. CPUs, float32 and GPUs before Hopper have no such
+    kernel and use PyTorch's attention.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class PackedAttention(torch.nn.Module):
         if self._kernel is None:
             return attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), layout, self._scale)
         if layout.keys is not None:
-            k, v = k[layout.keys], v[layout.keys]  # whose backward pass adds up in a fixed order
+            k, v = k[layout.keys], v[layout.keys]  # the backward pass adds up in a fixed order
         return self._kernel(q, k, v, layout).reshape(len(q), 1, -1)
 
 

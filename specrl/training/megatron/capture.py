@@ -1,4 +1,4 @@
-"""Takes the drafter's features from the policy's own forward pass and brings them together over pipeline stages."""
+"""Captures the drafter's features in the policy's own forward pass and gathers them over pipeline stages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from specrl.training.megatron.parallel import from_stage
 
 
 class KeptRows:
-    """The sequences of a micro-batch whose features are kept, whole or cut to windows, as padded rows."""
+    """The sequences of a micro-batch whose features are kept, whole or cut to windows, in padded rows."""
 
     def __init__(
         self, batch: MicroBatch, windows: Mapping[int, Window] | None = None, owners: Container[int] = ()
     ) -> None:
-        """Choose the sequences of `owners`; with `windows` of None every rank keeps everything."""
+        """Choose the sequences of `owners`; if `windows` is None, every rank keeps everything."""
         self.owners: list[int] | None = None
-        """The rank that keeps each row; None where every rank keeps all of them, whole."""
+        """The rank that keeps each row; None if every rank keeps all of them, whole."""
         lengths = batch.lengths.tolist()
         if windows is None:
             chosen = [(row, Window(0, length)) for row, length in enumerate(lengths)]
@@ -50,7 +50,7 @@ class KeptRows:
         device = batch.tokens.device
         own = (batch.sampled.cumsum(0) - 1)[token[sampled]]
         self.outputs = None if windows is None else own.to(device)
-        """Those of `MicroBatch.predictors` with targets in these rows, ascending int64 [n]; None where all have any."""
+        """The indices of `MicroBatch.predictors` with targets in these rows, ascending int64 [n]; None for all."""
         self._places = places[rows, columns.clamp(max=max(places.shape[1] - 1, 0))].to(device)
         self.with_targets = mask.flatten().nonzero()[sampled, 0].to(device)
         """The True places of `mask` whose next token the policy sampled, int64 [n]."""
@@ -59,21 +59,21 @@ class KeptRows:
         self.tokens = batch.tokens[self._places] * inside.to(device)
         """The token ids, int64 [rows, width], 0 where a row is padded."""
         self.starts = None if windows is None else starts.to(device)
-        """The position of each row's first token, int64 [rows]; None where all are 0."""
+        """The position of each row's first token, int64 [rows]; None if all are 0."""
 
     def __len__(self) -> int:
         return len(self.mask)
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """The rows of a [tokens, ...] tensor, [rows, width, ...], copied; what pads them has no meaning."""
+        """A copy of the rows of a [tokens, ...] tensor, [rows, width, ...]; their padding has no meaning."""
         return tensor[self._places]
 
 
 class LayerInputs:
-    """Records, by micro-batch, the residual stream that enters those of the wanted layers that this stage holds.
+    """Records, by micro-batch, the residual stream that enters the wanted layers on this stage.
 
-    The index behind the last layer stands for what leaves that layer, and so enters the final norm. Nothing is
-    recorded outside a micro-batch's forward pass, because recomputation in the backward pass runs the layers again.
+    The index after the last layer stands for that layer's output, the input of the final norm. Nothing is recorded
+    outside a micro-batch's forward pass, because recomputation in the backward pass runs the layers again.
     """
 
     def __init__(self, model: PolicyModel, layers: tuple[int, ...]) -> None:
@@ -122,10 +122,10 @@ def assemble(
     head_rows: Tensor | None,
     dtype: torch.dtype,
 ) -> Features | None:
-    """One micro-batch's features of this rank's own rows, None without any; the ranks of a pipeline call it together.
+    """One micro-batch's features of this rank's own rows, if any; the ranks of a pipeline call it together.
 
-    Targets and top-1 are zero where the mask is False: the output layer is not evaluated there. So are targets where
-    the next token is not sampled, and top-1 is NOT_SAMPLED.
+    Targets and top-1 are zero where the mask is False: the output layer is not evaluated there. Where the next token is
+    not sampled, targets are zero too, and top-1 is NOT_SAMPLED.
     """
     if not len(kept):
         return None

@@ -26,7 +26,7 @@ LIKE = ("zeros_like", "empty_like", "ones_like")
 
 
 class _Proxy(types.ModuleType):
-    """A module that answers like another one, except for the names given."""
+    """A module that behaves like another one, except for the given names."""
 
     def __init__(self, real: types.ModuleType, **replacements: Any) -> None:
         super().__init__(real.__name__)
@@ -146,11 +146,11 @@ class _Finder:
 
 
 def install() -> None:
-    """Make megatron-core importable and usable on the CPU; do nothing where there is CUDA, or when called again."""
+    """Make megatron-core importable and usable on the CPU; do nothing with CUDA, or when called again."""
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     assert "megatron.core" not in sys.modules, "specrl.training.megatron.cpu_shim must be imported first"
-    # Megatron tells each time that neither Apex nor Transformer Engine is here: that is what this module is for.
+    # Megatron warns each time that Apex and Transformer Engine are missing, which is expected here.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor`")
     sys.meta_path.insert(0, _Finder(_torch_for_megatron()))

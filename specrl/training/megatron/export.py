@@ -1,9 +1,9 @@
 """The stream of whole Hugging Face tensors from Megatron's shards to every rank, which a refit loads into the engines.
 
-The pipeline stage that holds a tensor broadcasts its shards to the other stages, mostly over the network: so a rank
-receives there only what its own tensor-parallel rank holds. The tensor-parallel ranks, which share a node, then gather
-the whole. Experts go the same way, with expert-parallel ranks in place of tensor-parallel ones. Every engine gets whole
-tensors, because vLLM's loaders take those and cut out the engine's own part.
+The pipeline stage that holds a tensor broadcasts its shards to the other stages, mostly over the network, so each rank
+receives only the shard of its own tensor-parallel rank. The tensor-parallel ranks, which share a node, then gather the
+whole. Experts travel likewise, with expert-parallel ranks in place of tensor-parallel ones. Every engine gets whole
+tensors, because vLLM's loaders expect them and cut out the engine's own part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def export(model: torch.nn.Module, weights: WeightMap) -> Iterator[tuple[str, Te
     """Yield every Hugging Face tensor, whole, on every rank; all ranks take part.
 
     A tied `lm_head.weight` comes right after the embeddings. Tensors may be views of the parameters: use or copy one
-    before asking for the next. At most about one layer is in memory beside the parameters, or the embeddings where they
+    before requesting the next. Besides the parameters, memory holds at most about one layer, or the embeddings if they
     are larger.
     """
     own_stage, dtype = parallel_state.get_pipeline_model_parallel_rank(), next(model.parameters()).dtype
@@ -36,7 +36,7 @@ def export(model: torch.nn.Module, weights: WeightMap) -> Iterator[tuple[str, Te
         shapes = parameter.part_shapes(size)
         held: Sequence[Tensor | None] = [None] * len(shapes)
         if parameter.stage == own_stage:
-            # An attribute is asked for, and not a parameter: that of a layer with adapters is their sum.
+            # The attribute and not the parameter: for a layer with adapters it is the merged weight.
             held = weights.unmerge(parameter, attrgetter(parameter.name)(model).detach(), size)
         for index, (part, shape) in enumerate(zip(held, shapes, strict=True)):
             shard = from_stage(parameter.stage, part, shape, dtype)
@@ -52,7 +52,7 @@ def export(model: torch.nn.Module, weights: WeightMap) -> Iterator[tuple[str, Te
 
 
 def _by_place(weights: WeightMap) -> list[list[Parameter]]:
-    """The parameters to send; experts with the same place on each expert-parallel rank together, in their order."""
+    """The parameters to send, in order; experts at the same place on each expert-parallel rank are grouped."""
     found: dict[tuple[int, str], list[Parameter]] = {}
     for parameter in weights.parameters:
         if not parameter.is_copy:
@@ -62,6 +62,6 @@ def _by_place(weights: WeightMap) -> list[list[Parameter]]:
 
 def _gather(parameter: Parameter, shard: Tensor, count: int) -> Tensor:
     gathered = shard.new_empty(count * shard.numel())
-    # Newer versions of torch have another name for it, which older ones, such as 2.11, lack.
+    # Newer versions of torch use another name, which older ones, such as 2.11, lack.
     dist.all_gather_into_tensor(gathered, shard.reshape(-1), group=parameter.sharers)
     return gathered.view(count, *shard.shape)

@@ -1,15 +1,15 @@
 """Blockwise FP8 (e4m3), emulated: the numbers of the GPU recipe on hardware without it.
 
 Recipe: activations and gradients in blocks of 1x128 along the dimension that the matrix product sums over, weights in
-blocks of 128x128, one FP32 scale amax / 448 per block. Matrix products see
-dequantised values in the compute type and accumulate in it; embeddings, output layer and norms are left alone.
+blocks of 128x128, one FP32 scale amax / 448 per block. Matrix products use dequantised values in the compute type and
+accumulate in it; embeddings, output layer and norms are not quantised.
 (DeepSeek-V3, arXiv:2412.19437, section 3.3; Transformer Engine's `Float8BlockScaling`.)
 
-Blocks of a weight begin anew at each matrix that it holds: q, k, v, gate and up are quantised as they lie on disk, so
+Blocks of a fused weight start anew at each of its matrices: q, k, v, gate and up are quantised as stored on disk, so
 that the engine, which fuses them in another order of rows, gets the same numbers.
 
-Megatron-core without Transformer Engine ignores `fp8=` without a word. Here nothing is silent: a layer that cannot be
-emulated is refused, and `LinearPrecision.assert_quantised` fails where a weight or activation was not quantised.
+Megatron-core without Transformer Engine silently ignores `fp8=`. Here a layer that cannot be emulated is refused, and
+`LinearPrecision.assert_quantised` fails if a weight or activation was not quantised.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from specrl.precision.recipe import Mode, NotQuantisedError, layer_names
 
 
 def fused_rows(layout: Layout, rows: int, config: Any) -> tuple[tuple[int, ...], Tensor | None]:
-    """The numbers of rows of the matrices in a rank's weight, in the engine's order, and which row stands where in it.
+    """The row counts of the matrices in a rank's weight, in the engine's order, and the order of the rows.
 
-    The order is None where it is the weight's own. Megatron keeps queries group by group, each followed by its key and
+    The order is None if it is the weight's own. Megatron stores queries group by group, each followed by its key and
     its value.
     """
     if layout == "gate_up":
@@ -47,14 +47,14 @@ def fused_rows(layout: Layout, rows: int, config: Any) -> tuple[tuple[int, ...],
 
 
 class EmulatedLinear:
-    """Takes the place of `_forward_impl` of one Megatron linear layer: all three products on quantised operands."""
+    """Replaces `_forward_impl` of one Megatron linear layer: all three products have quantised operands."""
 
     def __init__(self, name: str, module: Any, sizes: tuple[int, ...], order: Tensor | None) -> None:
         self.name = name
         self.module = module
         self.sizes, self.order = sizes, order
         self.active = True
-        """Whether the layer computes in FP8; where not, it computes as if it had never been touched."""
+        """Whether the layer computes in FP8; otherwise it computes as if it had not been attached."""
         self.num_forwards = 0
         self.num_backwards = 0
         self._plain: Any = module._forward_impl
@@ -75,7 +75,7 @@ class EmulatedLinear:
                 input, weight, bias=bias, allreduce_dgrad=allreduce_dgrad, tp_group=tp_group, **others
             )
             return plain
-        if others.get("sequence_parallel"):  # each rank has a part of the sequence, and gets that of its gradient
+        if others.get("sequence_parallel"):  # each rank has a part of the sequence, and of its gradient
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         group = tp_group if allreduce_dgrad else None
         output: Tensor = _QuantisedProduct.apply(input, weight, self.quantised_weight(), self, group)  # type: ignore[no-untyped-call]
@@ -125,7 +125,7 @@ class _QuantisedProduct(torch.autograd.Function):
 
 
 def linear_layers(model: Any) -> dict[str, tuple[Linear, Any]]:
-    """The linear layers of this rank's transformer layers: what the family says of each, and its module.
+    """The linear layers of this rank's transformer layers: each one's entry in the family, and its module.
 
     Names such as `layers.3.linear_fc2` count the layers of all pipeline stages. Those of experts are
     `layers.3.experts.17.linear_fc2` or, where Transformer Engine has one module for all experts of the rank,
@@ -157,10 +157,10 @@ def layer_of(name: str) -> str:
 
 
 class LinearPrecision:
-    """Makes the linear layers of one policy compute in FP8, all but `bf16_layers`.
+    """Makes the linear layers of one policy compute in FP8, except `bf16_layers`.
 
-    `Policy(..., fp8=LinearPrecision(...))` attaches it; `assert_quantised` says afterwards whether it was so. With
-    `emulates` it is an emulation on GPUs too, in which single layers can be switched.
+    `Policy(..., fp8=LinearPrecision(...))` attaches it; `assert_quantised` checks afterwards that it took effect. With
+    `emulates`, FP8 is emulated on GPUs too, and single layers can be switched.
     """
 
     def __init__(self, bf16_layers: Collection[str] = (), *, emulates: bool = False) -> None:
@@ -168,12 +168,12 @@ class LinearPrecision:
         self.is_native = torch.cuda.is_available() and not emulates
         self.linears: dict[str, EmulatedLinear] = {}
         self._native: dict[str, Any] = {}
-        """All linear layers of this rank by name, where Transformer Engine computes them."""
+        """All linear layers of this rank by name, if Transformer Engine computes them."""
         self._expected: frozenset[str] | None = None
 
     @property
     def mode(self) -> Mode:
-        """How the trainer computes FP8; `off` where every layer stays in BF16 or there is no policy yet."""
+        """How the trainer computes FP8; `off` if every layer stays in BF16 or there is no policy yet."""
         if self._native and self._expected:
             return "native"
         return "emulated" if self.linears else "off"
@@ -204,7 +204,7 @@ class LinearPrecision:
             linear.active = layer_of(name) in names
 
     def assert_quantised(self, *, trained: bool = False) -> None:
-        """Raise NotQuantisedError unless every layer that should has computed in FP8.
+        """Raise NotQuantisedError unless every layer that should compute in FP8 has done so.
 
         Call it after a forward pass, with `trained` after a training step.
         """

@@ -1,7 +1,7 @@
 """The policy network: a Megatron-core GPTModel built from a Hugging Face configuration and its family's row.
 
-On GPUs the layers are Transformer Engine's, on CPUs they are Megatron's local ones. Both have an attention over flat
-rows. The choice is made once, by the device.
+On GPUs the layers are Transformer Engine's, on CPUs Megatron's local ones. Both use attention over flat rows. The
+choice is made once, by the device.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class HeadInput:
     """The positions at which the output layer is evaluated; most (those of prompts) need no logits."""
 
     places: Tensor
-    """[n] int64: the places in the row at which the output layer is evaluated; one may be there several times."""
+    """[n] int64: the places in the row at which the output layer is evaluated; a place may occur several times."""
     targets: Tensor
     temperature: float
     features: FeatureSpec | None = None
     """The drafter's targets that are returned too."""
     kept: Tensor | None = None
-    """[kept] int64: those of the positions whose drafter's targets this rank keeps; None for all."""
+    """[kept] int64: the positions whose drafter targets this rank keeps; None for all."""
 
 
 class DraftTargets(NamedTuple):
-    """What a drafter is to predict at the positions that this rank keeps."""
+    """The drafter's targets at the positions that this rank keeps."""
 
     targets: Tensor
     """[kept, draft_vocab], logits at temperature 1, or [kept, hidden], what the output layer computes them from; in the
@@ -80,8 +80,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         self.family = family
         self.true_vocab_size = true_vocab_size
         if self.post_process and self.config.sequence_parallel:
-            # `_score` gathers the sequence and picks positions first: the layer's input is whole, and its gradient is
-            # summed over the ranks as without sequence parallelism.
+            # `_score` gathers the sequence and selects positions first: the layer's input is whole, and its gradient
+            # is summed over the ranks as without sequence parallelism.
             self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True
 
     def forward(self, tokens: Tensor, segments: Tensor, head: HeadInput) -> Tensor | HeadOutput:
@@ -94,7 +94,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     def _preprocess(self, *, position_ids: Tensor, **inputs: Any) -> tuple[Any, ...]:
         first, rotary, *others = super()._preprocess(position_ids=position_ids, **inputs)
-        # The table is by position; the layers rotate the tokens of a row by its own rows.
+        # The table is indexed by position; the layers rotate a row's tokens by the table's rows in order.
         return first, None if rotary is None else rotary[position_ids[0]], *others
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
@@ -140,7 +140,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
 
 def check_supported(hf: Any, policy: PolicyConfig) -> None:
-    """Raise ConfigError for a model or a layout with which the policy would silently compute something else."""
+    """Raise ConfigError for a model or layout with which the policy would silently compute something else."""
     found = {**hf.to_dict(), "architectures": [family_of_model(hf).architecture]}
     check_config(found)
     for problem in trainer_problems(policy, shape_of(found), "the model"):
@@ -180,7 +180,7 @@ def transformer_config(
         sequence_parallel=tensor > 1,
         pipeline_model_parallel_size=pipeline,
         variable_seq_lengths=pipeline > 1,
-        moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, even without experts
+        moe_token_dispatcher_type="alltoall",  # required for variable lengths, even without experts
         expert_tensor_parallel_size=1,
         # Losses arrive divided by the global token count: nothing else may divide them (`Policy.train_step`).
         calculate_per_token_loss=True,
@@ -190,7 +190,7 @@ def transformer_config(
         bias_activation_fusion=True,  # saves the activation's input alone
         bias_dropout_fusion=cuda,
         apply_rope_fusion=cuda,
-        softmax_scale=scale**2 * head_dim(hf) ** -0.5 if scale != 1 else None,  # YaRN's, of queries and keys
+        softmax_scale=scale**2 * head_dim(hf) ** -0.5 if scale != 1 else None,  # YaRN scales both queries and keys
         gradient_accumulation_fusion=False,  # for the layers that have it, see `optimizer.wrap`
         cuda_graph_modules=[],  # there are no graphs; of its own default Megatron warns that it is deprecated
         **(recompute_all if recompute else {}),
@@ -200,15 +200,15 @@ def transformer_config(
 
 
 def _expert_options(hf: Any, experts: ExpertShape, *, cuda: bool) -> dict[str, Any]:
-    """The part of Megatron's configuration that is about experts.
+    """The part of Megatron's configuration that concerns experts.
 
-    There is no loss that balances their load, as usual in RL. The router computes in float32.
+    There is no load-balancing loss, as usual in RL. The router computes in float32.
     """
     return {
         "num_moe_experts": experts.num_experts,
         "moe_ffn_hidden_size": experts.intermediate_size,
         "moe_router_topk": experts.per_token,
-        "moe_router_pre_softmax": not hf.norm_topk_prob,  # normalised after the choice, or over all experts
+        "moe_router_pre_softmax": not hf.norm_topk_prob,  # normalised over the chosen experts, or over all
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -219,7 +219,7 @@ def _expert_options(hf: Any, experts: ExpertShape, *, cuda: bool) -> dict[str, A
 
 
 def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyModel:
-    """This rank's part of the network; nothing has initialised its parameters."""
+    """This rank's part of the network, with uninitialised parameters."""
     frequencies, _ = _rope(hf)
     model = PolicyModel(
         config,

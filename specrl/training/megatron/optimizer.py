@@ -33,7 +33,7 @@ def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataPa
         overlap_param_gather=False,
     )
     wrapped = DistributedDataParallel(config, ddp, model)
-    config.no_sync_func = wrapped.no_sync  # gradients of all micro-batches but the last one stay where they are
+    config.no_sync_func = wrapped.no_sync  # only the last micro-batch communicates gradients
     for layer in model.modules():
         if hasattr(layer, "fuse_wgrad_accumulation") and not is_parametrized(layer):
             # Transformer Engine: "enables fusing of creation and accumulation of the weight gradient. When enabled, it
@@ -64,7 +64,7 @@ class PolicyOptimizer:
             options, [ddp], config_overrides=overrides, use_gloo_process_groups=False
         )
         self._parts: list[Any] = self._megatron.chained_optimizers
-        """The optimizer of what all data-parallel ranks share and, in a model with experts, that of the experts."""
+        """The optimizer of the parameters that all data-parallel ranks share and, with experts, that of the experts."""
         self._clip_grad = config.clip_grad
         self._is_fused = not torch.cuda.is_available()
         if self._is_fused:
@@ -81,7 +81,7 @@ class PolicyOptimizer:
 
         Raises FloatingPointError if the norm, which all ranks share, is not finite; nothing has been updated.
         """
-        # Megatron's own `step` would apply it: without FP16 it looks at no gradient.
+        # Megatron's own `step` would apply it: without FP16 it checks no gradient.
         self._megatron.prepare_grads()
         norm = float(self._megatron.get_grad_norm())
         if not math.isfinite(norm):
@@ -95,9 +95,9 @@ class PolicyOptimizer:
         return norm
 
     def share_of(self, parameter: Tensor) -> tuple[tuple[int, int], dict[str, Tensor]] | None:
-        """The elements of a parameter that this rank updates, and their flat FP32 state, no copies, by `KINDS`.
+        """The elements of a parameter that this rank updates, and their flat FP32 state by `KINDS`, not copied.
 
-        None if it updates none of it.
+        None if this rank updates none of them.
         """
         owners = [part for part in self._parts if parameter in part.model_param_group_index_map]
         if not owners:
@@ -107,7 +107,7 @@ class PolicyOptimizer:
         group, position = owner.model_param_group_index_map[parameter]
         main = owner.optimizer.param_groups[group]["params"][position]
         state = owner.optimizer.state[main]
-        if not state:  # before the first update; Adam would begin with the same
+        if not state:  # before the first update, as Adam would begin
             state.update(exp_avg=torch.zeros_like(main), exp_avg_sq=torch.zeros_like(main))
             if self._counts_per_parameter:
                 state["step"] = torch.zeros((), device=main.device if self._is_fused else "cpu")
@@ -119,7 +119,7 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def restored(self, counters: Mapping[str, int]) -> None:
-        """Continue from state that was copied into the tensors of `share_of`, and its `counters` (collective)."""
+        """Continue from the state copied into the tensors of `share_of`, and from `counters` (collective)."""
         for part in self._parts:
             if self._counts_per_parameter:
                 for state in part.optimizer.state.values():
@@ -148,7 +148,7 @@ class PolicyOptimizer:
 def policy_shards(
     model: torch.nn.Module, weights: WeightMap, optimizer: PolicyOptimizer, reference: Sequence[Tensor] = ()
 ) -> list[Shard]:
-    """The shards of this rank; those of a reference, given as the parameters are, are copies."""
+    """The shards of this rank; those of a reference, which is given in the parameters' form, are copies."""
     own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     others = dict(zip(own, reference, strict=False))
     shards = []
@@ -163,7 +163,7 @@ def policy_shards(
             state[REFERENCE] = others[parameter.name].flatten()[start:stop].float()
         rank, size = parameter.place
         pieces = cut(bands(weights, parameter, rank, size), start, stop)
-        length = sum(piece.size for piece in pieces)  # what follows is the padding of the vocabulary
+        length = sum(piece.size for piece in pieces)  # the rest is padding of the vocabulary
         is_written = not parameter.is_copy and (parameter.split != "none" or rank == 0)
         shards.append(Shard(tuple(pieces), {name: flat[:length] for name, flat in state.items()}, is_written))
     return shards

@@ -1,4 +1,4 @@
-"""Megatron's process groups: they are set up once in a process, and every policy in it shares them."""
+"""Megatron's process groups, which are set up once per process and shared by all its policies."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from specrl.distributed.ranks import TIMEOUT
 
 
 def set_up(tensor: int, pipeline: int, expert: int, seed: int) -> None:
-    """Split the ranks into tensor x pipeline x data parallel groups, unless that is done already (collective).
+    """Split the ranks into tensor x pipeline x data parallel groups, unless this was done before (collective).
 
     Tensor parallelism does not split experts: the tensor x data parallel ranks of a pipeline stage are split into
-    groups that have all experts among them.
+    groups, each of which holds all experts.
     """
     if parallel_state.model_parallel_is_initialized():
         current = (
@@ -38,15 +38,15 @@ def set_up(tensor: int, pipeline: int, expert: int, seed: int) -> None:
             distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
         )
     with torch.random.fork_rng(devices=[]):
-        # Names the random states that megatron's layers ask for; without dropout nothing draws from them.
+        # Registers the random states that Megatron's layers require; without dropout nothing draws from them.
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 @contextmanager
 def _one_group_for_equal_ranks() -> Iterator[None]:
-    """Let Megatron make one process group where it would make several of the same ranks, each for a purpose of its own.
+    """Make Megatron create one process group where it would create several of the same ranks for different purposes.
 
-    Most are the same here, where no context is split. A GPU has buffers for each group in use.
+    Without context parallelism most of them coincide, and a GPU allocates buffers for each group in use.
     """
     create = parallel_state.create_group
     made: dict[tuple[Any, ...], Any] = {}
@@ -65,7 +65,7 @@ def _one_group_for_equal_ranks() -> Iterator[None]:
 
 
 def from_stage(stage: int, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Broadcast the tensor that pipeline stage `stage` holds, of a shape and type that all know (collective)."""
+    """Broadcast a tensor from pipeline stage `stage`; all know its shape and type (collective)."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         assert tensor is not None

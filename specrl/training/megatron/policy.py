@@ -1,6 +1,6 @@
-"""The policy in training: a Megatron-core model, its optimizer, and what the loop asks of them.
+"""The policy in training: a Megatron-core model, its optimizer, and the operations that the loop needs.
 
-All ranks call every method that says it is collective, in the same order. The tensor and pipeline shards of one
+All ranks call every method marked as collective, in the same order. The tensor and pipeline shards of one
 data-parallel rank pass the same micro-batches; different data-parallel ranks may pass different numbers of them.
 """
 
@@ -61,7 +61,7 @@ token count of the global batch: it is added up over micro-batches and data-para
 again. The same is true of the metrics.
 """
 FP8_TOKENS = 16
-"""Transformer Engine's FP8 products, those of weight gradients too, want a token count that is a multiple of it."""
+"""Transformer Engine's FP8 products, including those of weight gradients, need multiples of this many tokens."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Outcome:
     num_tokens: int
     drafted: DraftTargets | None
     sums: dict[str, Tensor]
-    """`loss` and the loss function's metrics, which nothing waits for before the pass is over."""
+    """`loss` and the loss function's metrics, for which nothing waits before the pass is over."""
 
 
 class Policy:
@@ -92,8 +92,8 @@ class Policy:
     ) -> None:
         """Load a Hugging Face directory (collective); raise ValueError for a model or a layout that is not supported.
 
-        `dtype` is that of parameters and activations; masters, gradients and moments are float32. With `keep_reference`
-        a copy of what is trained is kept for `reference_weights`, and `stores_reference` makes it a part of `shards`.
+        `dtype` is that of parameters and activations; masters, gradients and moments are float32. `keep_reference`
+        keeps a copy of the trained parameters for `reference_weights`, and `stores_reference` includes it in `shards`.
         """
         self.model_dir = model_dir
         self.config = config
@@ -111,23 +111,23 @@ class Policy:
         self.pp_size: int = parallel_state.get_pipeline_model_parallel_world_size()
         tp_size = config.tensor_parallel
         self.model_rank = self.pp_rank * tp_size + self.tp_rank
-        """The number of this rank among those that hold the policy together and pass the same micro-batches."""
+        """This rank's index among those that hold the policy together and pass the same micro-batches."""
         self.model_size = self.pp_size * tp_size
         self.model, self._weights, megatron = self._load(fp8)
         self.lora = config.lora if trainable else None
         own = self.lora and weights.add_adapters(self.model, self._weights, self.lora, seed)
         self._trained = own or self._weights
-        """The parameters that are trained, and stored in checkpoints: the adapters where there are any."""
+        """The parameters that are trained and stored in checkpoints: the adapters, if there are any."""
         self._reference = [p.detach().clone() for p in self._trained_parameters()] if keep_reference else None
         self._reference_is_active = False
         self.stores_reference = stores_reference
         if fp8 is not None:
             fp8.attach(self.model)
         self.kv_observer: KvObserver | None = None
-        """Observes queries, keys and values of the forward passes; None where nobody does."""
+        """Observes queries, keys and values of the forward passes; None without an observer."""
         has_experts = self.family.router is not None
         self.routing = RoutingReplay(self.model, replays=config.routing_replay) if has_experts else None
-        """Trains with the engine's routes, where micro-batches have any; None for a policy without experts."""
+        """Trains with the engine's routes if micro-batches have any; None for a policy without experts."""
         self._chain: Any = self.model.to(ranks.device)
         if self.dtype == torch.bfloat16:
             self._chain = Float16Module(megatron, self._chain)
@@ -158,9 +158,9 @@ class Policy:
 
     @property
     def pad_multiple(self) -> int:
-        """The number of which a micro-batch's number of tokens must be a multiple: pass it to `batches.pack`."""
+        """A micro-batch's number of tokens must be a multiple of this: pass it to `batches.pack`."""
         tokens = FP8_TOKENS if self.model.config.fp8 else 1
-        # With sequence parallelism the number holds for each rank's part, before it is gathered.
+        # With sequence parallelism this applies to each rank's part of the row.
         return tokens * (self.config.tensor_parallel if self.model.config.sequence_parallel else 1)
 
     @property
@@ -170,7 +170,7 @@ class Policy:
 
     @property
     def shape_in_words(self) -> str:
-        """The shape of the model, by which a checkpoint knows whether it fits."""
+        """The shape of the model in words, by which a checkpoint is matched to it."""
         hf = self.hf_config
         words = f"{hf.model_type}, {hf.num_hidden_layers} layers of {hf.hidden_size}, vocabulary {hf.vocab_size}"
         return words if self.lora is None else f"{words}, LoRA of rank {self.lora.rank} with alpha {self.lora.alpha:g}"
@@ -195,19 +195,19 @@ class Policy:
         temperature: float = 1.0,
         lr: float | None = None,
     ) -> tuple[dict[str, float], list[Features]]:
-        """Update the policy once on all ranks' micro-batches; without a token, nothing moves (collective).
+        """Update the policy once on all ranks' micro-batches; without any token, nothing changes (collective).
 
         Args:
-            windows: What to keep of which sequences' features, by `TokenSequence.index`, on which rank: the same on all
-                that hold the policy together. By default each rank keeps everything.
-            temperature: What logits are divided by, so that log-probs are those of the sampled distribution.
+            windows: The features to keep and on which rank, by `TokenSequence.index`; the same on all ranks that hold
+                the policy together. By default each rank keeps everything.
+            temperature: The divisor of logits, so that log-probs are those of the sampled distribution.
 
         Returns:
-            The loss function's metrics summed over all, with `loss`, `lr` and `grad_norm` (before clipping); and the
-            `Features` of each micro-batch of which this rank keeps a row.
+            The loss function's metrics summed over all micro-batches, with `loss`, `lr` and `grad_norm` (before
+            clipping); and the `Features` of each micro-batch of which this rank keeps a row.
 
         Raises:
-            FloatingPointError: The loss or the gradient is not finite; the weights are as before.
+            FloatingPointError: The loss or the gradient is not finite; the weights are unchanged.
         """
         assert not self._reference_is_active, "training inside reference_weights() would train the reference"
         self.optimizer.zero_grad()
@@ -221,7 +221,7 @@ class Policy:
         return metrics, kept
 
     def logprobs(self, micro_batches: list[MicroBatch], *, temperature: float = 1.0) -> list[Tensor]:
-        """Log-probs as a `LossFn` gets them, by micro-batch, without a gradient (collective)."""
+        """The log-probs that a `LossFn` would get, by micro-batch, without a gradient (collective)."""
         outcomes, _ = self._run(micro_batches, temperature)
         last = self.pp_size - 1
         found = [outcome.logprobs for outcome in outcomes] if outcomes else [None] * len(micro_batches)
@@ -248,7 +248,7 @@ class Policy:
         self.ranks.barrier()
 
     def save_adapter(self, directory: Path) -> None:
-        """Write the adapters as PEFT reads them, where there are any (collective); rank 0 writes."""
+        """Write the adapters, if any, in PEFT's format (collective); rank 0 writes."""
         if self.lora is None:
             return
         adapters = {name: tensor.cpu() for name, tensor in export(self.model, self._trained)}
@@ -258,13 +258,13 @@ class Policy:
 
     @torch.no_grad()
     def renew_reference(self) -> None:
-        """Make the parameters the reference, where one is kept."""
+        """Make the current parameters the reference, if one is kept."""
         for parameter, other in zip(self._trained_parameters(), self._reference or (), strict=False):
             other.copy_(parameter)
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Give the policy the reference's parameters inside the block; use it around `logprobs` for the KL penalty."""
+        """Swap in the reference's parameters inside the block; use it around `logprobs` for the KL penalty."""
         self._swap_reference()
         try:
             yield
@@ -323,7 +323,7 @@ class Policy:
         return outcomes, self._features(spec, kept, inputs, outcomes) if spec else []
 
     def _kept(self, batch: MicroBatch, windows: Mapping[int, Window] | None) -> KeptRows | None:
-        """What this tensor-parallel rank keeps, on whatever pipeline stage it will be; None where no rank keeps any."""
+        """The rows that this tensor-parallel rank keeps, on any pipeline stage; None if no rank keeps any."""
         if windows is None:
             return KeptRows(batch) if batch.indices else None
         owners = range(self.tp_rank, self.model_size, self.config.tensor_parallel)
@@ -343,7 +343,7 @@ class Policy:
         return empty_micro_batch(self.pad_multiple)
 
     def evenly_many(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Add empty micro-batches, so that ranks that share experts have equally many (collective)."""
+        """Add empty micro-batches so that all ranks that share experts have the same number (collective)."""
         if self.config.expert_parallel == 1:
             return micro_batches
         most = torch.tensor(len(micro_batches), device=self.ranks.device)
@@ -356,7 +356,7 @@ class Policy:
         drafted = [outcome.drafted for outcome in outcomes] or [None] * len(kept)
         chosen = [(rows, own) for rows, own in zip(kept, drafted, strict=True) if rows is not None]
         head_rows = self._head_rows(spec) if spec.as_hidden and chosen else None
-        # What was recorded goes as it is taken over: both at once would be twice the features.
+        # Recorded tensors are released as they are taken over: keeping both would double the features' memory.
         own, dtype = self.model_rank, self.dtype
         found = [
             assemble(spec, rows, inputs.recorded.pop(0), targets, self.hf_config, own, head_rows, dtype)
@@ -375,7 +375,7 @@ class Policy:
         for item in chosen:
             for name, value in item.sums.items():
                 own[name] = own.get(name, 0.0) + value.double()
-        numbers = {name: float(tensor) for name, tensor in own.items()}  # the first wait for the pass
+        numbers = {name: float(tensor) for name, tensor in own.items()}  # the host's first wait for the pass
         total: dict[str, float] = {"loss": 0.0, "num_tokens": 0.0}
         for metrics in self.ranks.gather(numbers):
             for name, number in metrics.items():
@@ -399,5 +399,5 @@ def _spread(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
-    """Reduce gradients as sums. Megatron would divide by its own token count; losses arrive divided."""
+    """Reduce gradients as sums: losses are already divided, and Megatron would divide by its own token count."""
     finalize_model_grads(model, None, **kwargs)

@@ -1,10 +1,10 @@
 """Rollout routing replay: the policy trains with the experts that the engine chose (R3, arXiv 2510.11370).
 
 Rounding makes the routers of engine and trainer choose different experts for some tokens, whose log-probs then differ
-by far more than rounding explains. With the replay each token goes to the experts that it was sampled with. Their
-weights are computed anew from the trainer's own logits, so that gradients reach the router as without the replay.
+by far more than rounding explains. With replay, each token is routed to the experts with which it was sampled. Their
+weights are recomputed from the trainer's own logits, so that gradients reach the router as without replay.
 
-Replayed or not, the routers' own choice is compared with the engine's: that is the routing disagreement.
+With or without replay, the routing disagreement compares the routers' own choice with the engine's.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from specrl.training.megatron.model import PolicyModel
 
 @dataclass
 class _Compared:
-    """The tokens of one micro-batch that the engine chose experts for, and where this stage would choose others."""
+    """The tokens of one micro-batch with routes from the engine, and those for which this stage would differ."""
 
     known: Tensor
     """[tokens] bool: whether the engine computed the token. It never computes the last one of a sequence."""
     differs: Tensor
-    """[tokens] uint8: 1 where a layer of this stage would send the token to other experts."""
+    """[tokens] uint8: 1 where a layer of this stage would route the token to other experts."""
     num_pairs: Tensor
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What the engine chose for the tokens of one micro-batch.
+    """The engine's choices for the tokens of one micro-batch.
 
-    With sequence parallelism the routers of a rank see a part of the row.
+    With sequence parallelism, a rank's routers see a part of the row.
     """
 
     experts: Tensor
@@ -56,25 +56,25 @@ class RoutingReplay:
     """Takes part in the choice of every router of this rank's layers, in passes over micro-batches with routes."""
 
     def __init__(self, model: PolicyModel, *, replays: bool) -> None:
-        """Attach to the routers of a model with experts; without `replays` the choices are compared, and no more."""
+        """Attach to the routers of a model with experts; without `replays`, only compare the choices."""
         self._replays = replays
         self._num_layers: int = model.config.num_layers
         self._recomputes = model.config.recompute_granularity is not None
         self._parts = parallel_state.get_tensor_model_parallel_world_size() if model.config.sequence_parallel else 1
         self._layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-        self._weight = model.decoder.layers[0].mlp.router.weight  # says on which device the model is
+        self._weight = model.decoder.layers[0].mlp.router.weight  # shows on which device the model is
         self._inside = self._trains = False
         self._current: _Recorded | None = None
         self._again: list[deque[_Recorded | None]] = [deque() for _ in self._layers]
-        """For each layer the micro-batches for which a backward pass will compute it again, in that order."""
+        """For each layer, the micro-batches for which a backward pass will recompute it, in that order."""
         self._compared: list[_Compared] = []
         for place, layer in enumerate(model.decoder.layers):
-            # What Megatron's router asks for experts, instead of its own `RouterReplay`.
+            # Megatron's router calls this for its experts instead of its own `RouterReplay`.
             layer.mlp.router.router_replay = SimpleNamespace(get_replay_topk=partial(self._topk, place))
 
     @contextmanager
     def micro_batch(self, batch: MicroBatch, *, trains: bool) -> Iterator[None]:
-        """Route the pass inside the block, and what is computed again, as the engine did where it has routes."""
+        """Route the pass inside the block, and its recomputation, as the engine did for tokens with routes."""
         self._inside, self._trains, self._current = True, trains, self._recorded(batch)
         try:
             yield
@@ -93,14 +93,14 @@ class RoutingReplay:
     def disagreement(self) -> dict[str, float]:
         """The `mismatch/routing_...` metrics over the tokens of all ranks since the last call or `clear` (collective).
 
-        They are empty where no token had routes.
+        They are empty if no token had routes.
         """
         compared, self._compared = self._compared, []
         nothing = torch.zeros(0, dtype=torch.uint8, device=self._weight.device)
         differs = torch.cat([nothing, *(batch.differs.flatten() for batch in compared)])
         zero = torch.zeros((), dtype=torch.float64, device=self._weight.device)
         pairs = sum((batch.num_pairs for batch in compared), zero)
-        # Each stage has layers of its own and, with sequence parallelism, each tensor-parallel rank tokens of its own.
+        # Each stage has its own layers and, with sequence parallelism, each tensor-parallel rank its own tokens.
         groups = [parallel_state.get_pipeline_model_parallel_group()]
         if self._parts > 1:
             groups.append(parallel_state.get_tensor_model_parallel_group())
@@ -127,7 +127,7 @@ class RoutingReplay:
         experts = np.zeros((width, len(self._layers), like.shape[-1]), like.dtype)
         known = torch.zeros(width, dtype=torch.bool)
         places, layers = batch.places(), slice(self._layers[0], self._layers[-1] + 1)
-        # Of a shared prompt the routes of its first response count, which is written last.
+        # A shared prompt gets the routes of its first response, which are written last.
         for row, routes in reversed(list(zip(places, batch.routes, strict=True))):
             place = row[: len(routes)]
             experts[place.numpy()] = routes[:, layers]
@@ -151,8 +151,8 @@ class RoutingReplay:
         return (values, own) if chosen is own else (scores.gather(1, chosen), chosen)
 
     def _choose(self, place: int, own: Tensor) -> Tensor:
-        """The experts of the tokens that a router sees, [tokens, experts per token], given its own choice."""
-        if not self._inside:  # a layer is computed again
+        """The experts to use for a router's tokens, [tokens, experts per token], given its own choice."""
+        if not self._inside:  # a layer is being recomputed
             recorded = self._again[place].popleft() if self._again[place] else None
             return own if recorded is None else self._merged(recorded, place, own)[0]
         if self._trains and self._recomputes:
@@ -168,9 +168,9 @@ class RoutingReplay:
 
     @torch.no_grad()
     def _merged(self, recorded: _Recorded, place: int, own: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts to use, and for which tokens the engine's are others than the router's own: [tokens].
+        """The experts to use, and for which tokens the engine's differ from the router's own: [tokens].
 
-        Where both are the same ones, they keep the router's order: its weights add up in the order without the replay.
+        Where both sets are equal, the router's order is kept, so that weights add up as without replay.
         """
         engine = recorded.experts[:, place].long()
         assert engine.shape == own.shape, (engine.shape, own.shape)

@@ -3,8 +3,8 @@
 For logits x at temperature T, z = x / T:  log p(y) = z_y - log Z,  H = log Z - sum_v p_v z_v,  log Z = logsumexp(z).
 The gradient of log p(y) is (1[v = y] - p_v) / T, and that of H is -p_v (log p_v + H) / T.
 
-Logits exist for a bounded number of tokens at a time. Those of the last tokens stay for the backward pass, the others
-are computed again there, at the price of one more product with the output layer.
+Logits exist for a bounded number of tokens at a time. Those of the last tokens are kept for the backward pass; the
+others are recomputed there, at the cost of one more product with the output layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 MAX_LOGITS = 2**27
 """The most logits, in the compute type, that exist at a time."""
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**25}
-"""The number of them that are turned to float32 at a time: so few on a CPU that they stay in its cache."""
+"""The number of logits converted to float32 at a time: on a CPU few enough to stay in its cache."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class OutputLayer:
     """The output layer's part on this tensor-parallel rank."""
 
     weight: Tensor
-    """[columns and padding, hidden]; where logits do not fit at once, part of its gradient, if it has one, goes to its
+    """[columns and padding, hidden]; if logits do not fit at once, part of its gradient, if it has one, goes to its
     `main_grad`."""
     logits: Callable[[Tensor], Tensor]
     """A function of [n, hidden] that returns [n, columns], without padding."""
@@ -41,8 +41,8 @@ class OutputLayer:
 class _TokenScores(torch.autograd.Function):
     """Computes log-probabilities and entropies, and overwrites logits with what the backward pass needs.
 
-    That is e^(z - max), the gradient up to rounding and a factor per row. The gradient at the target is a difference of
-    nearly equal numbers where the policy is confident: it is computed apart, in float32.
+    This is e^(z - max), the gradient up to rounding and a factor per row. The gradient at the target is a difference of
+    nearly equal numbers if the policy is confident, so it is computed separately in float32.
     """
 
     @staticmethod
@@ -59,7 +59,7 @@ class _TokenScores(torch.autograd.Function):
         sums = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         parts = _parts(len(hidden), len(weight), MAX_LOGITS)  # padding included: the same on all ranks
         for part in parts:
-            logits = None  # before the next ones are made
+            logits = None  # freed before the next logits are computed
             logits = layer.logits(hidden[part])
             if on_logits is not None:
                 on_logits(logits)
@@ -100,7 +100,7 @@ class _TokenScores(torch.autograd.Function):
             gradient.replace(logits, targets[part], part)
             torch.mm(logits, columns, out=grad_hidden[part])
             if part != order[-1]:
-                if ctx.needs_input_grad[1]:  # added up as those of several micro-batches are
+                if ctx.needs_input_grad[1]:  # accumulated as over several micro-batches
                     weight.main_grad[: layer.columns].add_(logits.t() @ hidden[part])
                 logits = None
         grad_weight = logits.t() @ hidden[order[-1]] if ctx.needs_input_grad[1] else None
@@ -143,7 +143,7 @@ def _local_sums(logits: Tensor, targets: Tensor, scale: float, sums: Tensor, *, 
         if keep_weights:
             logits[part] = weights
         torch.sum(weights.mul_(z), 1, out=weighted[part])
-        del z, weights  # before the next ones are made
+        del z, weights  # freed before the next ones are computed
 
 
 def _exponentials(logits: Tensor, peak: Tensor, scale: float) -> None:
@@ -153,14 +153,14 @@ def _exponentials(logits: Tensor, peak: Tensor, scale: float) -> None:
 
 
 class _Gradient(NamedTuple):
-    """What turns e^(z - max) into the gradient of the logits, for each token: [n]."""
+    """The coefficients that turn e^(z - max) into the gradient of the logits, for each token: [n]."""
 
     normaliser: Tensor
     """p = normaliser * e^(z - max)."""
     of_logprob: Tensor
-    """The loss's gradient by log p(y), over T."""
+    """The loss's gradient with respect to log p(y), over T."""
     of_entropy: Tensor | None
-    """The loss's gradient by H, over T; None where it has none."""
+    """The loss's gradient with respect to H, over T; None if it has none."""
     entropy: Tensor
     at_target: Tensor
     """The gradient of the logit of y."""
@@ -194,7 +194,7 @@ class _Gradient(NamedTuple):
             weights[part] = p.mul_(-of_logprob[part, None]).addcmul_(p_log_p_plus_h, of_entropy, value=-1)
         mine = (targets >= 0) & (targets < weights.shape[1])
         columns = targets.clamp(0, weights.shape[1] - 1)[:, None]
-        # The places of other ranks' targets are not picked out, for which the host would have to wait.
+        # Other ranks' targets are not filtered out, because the host would have to wait for that.
         here = self.at_target[rows, None].to(weights.dtype)
         weights.scatter_(1, columns, torch.where(mine[:, None], here, weights.gather(1, columns)))
 
@@ -209,8 +209,8 @@ def token_scores(
 ) -> tuple[Tensor, Tensor]:
     """The log-probabilities of `targets` and the entropies, in nats, float32 [n] each.
 
-    The ranks that share the vocabulary call it together, with the same `hidden`, [n, hidden]. `on_logits` is
-    called with the logits of some tokens after others, before the temperature, and must not keep them.
+    The ranks that share the vocabulary call it together, with the same `hidden`, [n, hidden]. `on_logits` is called
+    with the logits of successive groups of tokens, before the temperature is applied, and must not keep them.
     """
     logprobs, entropy = _TokenScores.apply(hidden, layer.weight, targets, temperature, layer, on_logits)  # type: ignore[no-untyped-call]
     return logprobs, entropy

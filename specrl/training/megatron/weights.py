@@ -1,8 +1,8 @@
-"""Weights between Hugging Face names and Megatron's shards, both ways, tensor by tensor, bit by bit.
+"""The conversion of weights between Hugging Face tensors and Megatron's shards, both ways and bit for bit.
 
-A `Parameter` names one Megatron parameter, the Hugging Face tensors that it is made of, and how tensor parallelism
-splits it or which expert-parallel rank holds it. The list of them follows from the model's `Family` row and is the same
-on every rank, so that collectives match while weights stream (`export.py`).
+A `Parameter` names one Megatron parameter, the Hugging Face tensors that it consists of, and how tensor parallelism
+splits it or which expert-parallel rank holds it. Their list follows from the model's `Family` row and is the same on
+every rank, so that collectives match while weights stream (`export.py`).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ vocabulary, which are padded."""
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of Megatron's model, on whichever pipeline stage and expert-parallel rank holds it."""
+    """One parameter of Megatron's model, whichever pipeline stage and expert-parallel rank holds it."""
 
     name: str
     """Megatron's name, which counts layers from 0 in each pipeline stage, and experts in each expert-parallel rank."""
     stage: int
     split: Split
     hf: tuple[str, ...]
-    """The names of the Hugging Face tensors that it is made of, in the order in which they are merged."""
+    """The names of the Hugging Face tensors of which it consists, in the order in which they are merged."""
     shapes: tuple[tuple[int, ...], ...]
     """The shape of each of them."""
     expert_rank: int | None = None
@@ -60,14 +60,14 @@ class Parameter:
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank's number among those that tensor parallelism splits the parameter over, and how many they are."""
+        """This rank's index among the ranks over which tensor parallelism splits the parameter, and their number."""
         if self.expert_rank is not None:
             return 0, 1
         return (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size())
 
     @property
     def sharers(self) -> Any:
-        """The process group of the ranks of this stage that hold different parts of it, or different experts."""
+        """The process group of this stage's ranks that hold different parts of the parameter, or different experts."""
         if self.expert_rank is not None:
             return parallel_state.get_expert_model_parallel_group()
         return parallel_state.get_tensor_model_parallel_group()
@@ -79,7 +79,7 @@ class Parameter:
         return parallel_state.get_data_parallel_group()
 
     def part_shapes(self, size: int) -> list[tuple[int, ...]]:
-        """What one of `size` tensor-parallel ranks holds of each tensor; a vocabulary's part has its padding."""
+        """The shape of each tensor's part on one of `size` tensor-parallel ranks, with the vocabulary's padding."""
         if self.split == "none":
             return list(self.shapes)
         if self.split == "columns":
@@ -101,7 +101,7 @@ class WeightMap:
     """Whether Hugging Face rotates channels 2i and 2i + 1 of a head. Megatron rotates halves, and gets them so."""
 
     def merge(self, parameter: Parameter, tensors: Sequence[Tensor], size: int = 1) -> Tensor:
-        """What one of `size` tensor-parallel ranks holds of a parameter, from its parts of the tensors."""
+        """One of `size` tensor-parallel ranks' part of a parameter, given its parts of the tensors."""
         if parameter.split == "qkv":
             groups = self.num_groups // size
             tensors = self._reordered(tensors, halves=False)
@@ -134,18 +134,18 @@ class WeightMap:
 
 
 def part_of(parameter: Parameter, shape: Sequence[int], rank: int, size: int) -> tuple[int, int, int]:
-    """What a rank holds of one of a parameter's tensors: the dimension that is split, start and stop."""
+    """A rank's part of one of a parameter's tensors: the split dimension, start and stop."""
     if parameter.split == "none":
         return 0, 0, shape[0]
     dim = 1 if parameter.split == "columns" else 0
-    step = -(-shape[dim] // size)  # that of a vocabulary may not divide it: the last ranks' rows are padded
+    step = -(-shape[dim] // size)  # it may not divide a vocabulary: the last ranks' rows are padded
     return dim, min(rank * step, shape[dim]), min((rank + 1) * step, shape[dim])
 
 
 def join(weights: WeightMap, parameter: Parameter, parts: Tensor) -> Tensor:
-    """One of a parameter's Hugging Face tensors, whole, from what each rank holds of it, [ranks, *part].
+    """One of a parameter's Hugging Face tensors, whole, from each rank's part of it, [ranks, *part].
 
-    What is split by rows is not copied where these parts lie behind each other in memory.
+    A tensor split by rows is not copied if its parts are contiguous in memory.
     """
     if parameter.split == "columns":
         return parts.transpose(0, 1).flatten(1)
@@ -156,7 +156,7 @@ def join(weights: WeightMap, parameter: Parameter, parts: Tensor) -> Tensor:
 def weight_map(hf: Any, *, pipeline_parallel: int, expert_parallel: int, transformer_engine: bool) -> WeightMap:
     """The parameters of the model with transformers' configuration `hf`.
 
-    Transformer Engine has norms inside the linear layers that follow them, and one module for all experts of a rank.
+    Transformer Engine puts norms inside the linear layers after them, and all experts of a rank in one module.
     """
     family, experts = family_of_model(hf), expert_shape_of_model(hf)
     shapes = headers.tensor_shapes({**hf.to_dict(), "architectures": [family.architecture]})
@@ -195,7 +195,7 @@ class _Place:
     local: int
     transformer_engine: bool
     shapes: Mapping[str, tuple[int, ...]]
-    """That of each Hugging Face tensor, by its name."""
+    """The shape of each Hugging Face tensor, by its name."""
 
     def parameter(
         self, name: str, split: Split, hf_names: Sequence[str], *, expert_rank: int | None = None
@@ -243,8 +243,8 @@ def _expert_parameters(family: Family, num_experts: int, expert_parallel: int, p
 def load(model: torch.nn.Module, weights: WeightMap, directory: Path) -> None:
     """Fill this rank's parameters from a Hugging Face directory, converting to the parameters' type (collective).
 
-    Of every tensor only the first of the data-parallel ranks reads its part, and sends it to the others. Raises
-    ValueError on every rank if the files do not hold the model of `config.json`, whole and nothing else.
+    Only the first data-parallel rank reads its part of each tensor, and sends it to the others. Raises ValueError on
+    every rank unless the files hold exactly the model of `config.json`.
     """
     check_weights(directory, read_model_config(directory))
     own = dict(model.named_parameters())
@@ -257,12 +257,12 @@ def load(model: torch.nn.Module, weights: WeightMap, directory: Path) -> None:
         if replicas.size() > 1:
             dist.broadcast(target.data, dist.get_global_rank(replicas, 0), group=replicas)
         _mark(target, parameter)
-    assert not own, f"parameters that nothing was loaded into: {sorted(own)}"
+    assert not own, f"parameters without loaded values: {sorted(own)}"
 
 
 def _mark(target: torch.nn.Parameter, parameter: Parameter) -> None:
-    # Megatron marks split parameters where it initialises them, which it does not here. Without the mark the gradient's
-    # norm counts one rank's part only. Experts are marked with the ranks that share them.
+    # Megatron marks split parameters when it initialises them, which is skipped here. Without the mark the gradient
+    # norm would count only one rank's part. Experts are marked with the ranks that share them.
     target.tensor_model_parallel = parameter.split != "none"  # type: ignore[attr-defined]
     target.allreduce = parameter.expert_rank is None  # type: ignore[attr-defined]
 
@@ -277,7 +277,7 @@ def _own_part(weights: WeightMap, parameter: Parameter, reader: TensorReader) ->
 
 
 def add_adapters(model: torch.nn.Module, weights: WeightMap, config: LoraConfig, seed: int) -> WeightMap:
-    """Freeze what was loaded, and give each linear layer adapters, which are then all that is trained; return them."""
+    """Freeze the loaded parameters, and add adapters to each linear layer, which alone are trained; return these."""
     model.requires_grad_(False)
     found = []
     for weight in weights.parameters:
@@ -293,9 +293,9 @@ def add_adapters(model: torch.nn.Module, weights: WeightMap, config: LoraConfig,
             down, up = zip(*[[_made(adapter, like, seed) for adapter in pair] for pair in pairs], strict=True)
             merge = partial(weights.merge, weight, size=weight.place[1])
             update = LowRankUpdate(down, up, config.scale, merge)
-            register_parametrization(layer, "weight", update, unsafe=True)  # no pass to see that the shape stays
+            register_parametrization(layer, "weight", update, unsafe=True)  # skips the pass that checks the shape
     if hasattr(model, "embedding"):
-        # What is computed again in the backward pass gets a gradient only if its input has one.
+        # Recomputed layers get a gradient only if their input requires one.
         embedding = model.get_submodule("embedding")
         embedding.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
     return replace(weights, parameters=tuple(found))
@@ -318,7 +318,7 @@ def _made(adapter: Parameter, like: Tensor, seed: int) -> torch.nn.Parameter:
     part = initial(adapter.hf[0], shape, seed).narrow(dim, start, stop - start)
     made = torch.nn.Parameter(part.to(like, copy=True, memory_format=torch.contiguous_format))
     _mark(made, adapter)
-    # Each tensor-parallel rank has a part of the gradient of what they all hold, as of norms.
+    # Each tensor-parallel rank has a part of the gradient of a replicated adapter, as with norms.
     made.sequence_parallel = adapter.split == "none"  # type: ignore[attr-defined]
     return made
 
@@ -329,7 +329,7 @@ def tensor_shapes(weights: WeightMap) -> dict[str, tuple[int, ...]]:
 
 
 def bands(weights: WeightMap, parameter: Parameter, rank: int, size: int) -> list[Band]:
-    """Which rows of the parameter's Hugging Face tensors the rows of a tensor-parallel rank's matrix are."""
+    """The rows of the parameter's Hugging Face tensors that form a tensor-parallel rank's matrix."""
     groups = weights.num_groups // size if parameter.split == "qkv" else 1
     found, first = list[Band](), 0
     for group in range(groups):

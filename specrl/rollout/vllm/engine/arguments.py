@@ -30,18 +30,18 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
     # For native FP8. DeepGEMM would round the scales of blocks up to powers of two and quantise weights with these,
-    # which gives other numbers than the trainer's.
+    # which would differ from the trainer's numbers.
     "VLLM_USE_DEEP_GEMM_E8M0": "0",
-    # FlashInfer's product takes one kernel for fewer than 32 tokens and another from there on: a token's log-prob would
-    # depend on how many share its batch.
+    # FlashInfer's product uses one kernel for fewer than 32 tokens and another otherwise: a token's log-prob would
+    # depend on the size of its batch.
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
-    # FlashInfer's all-reduce adds in no fixed order: a run over the same weights would not be the same again.
+    # FlashInfer's all-reduce adds in no fixed order: a run with the same weights would not be reproducible.
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
 """Environment variables that are set before vLLM is imported."""
-OF_THE_USER = ("VLLM_LOGGING_LEVEL", "VLLM_CPU_OMP_THREADS_BIND")  # those of them that stay as a user has set them
+OF_THE_USER = ("VLLM_LOGGING_LEVEL", "VLLM_CPU_OMP_THREADS_BIND")  # those that keep the user's values
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-"""The variable by which vLLM takes its batch-invariant kernels, for the whole process."""
+"""The variable that makes vLLM use its batch-invariant kernels, for the whole process."""
 FIRST_INVARIANT_CAPABILITY = (9, 0)
 """The first compute capability with which a trainer can be beside them. On older devices vLLM replaces torch's `linear`
 and `matmul` for the whole process, without their gradients."""
@@ -53,7 +53,7 @@ CPU_BLOCK_TOKENS = 32
 Prompts that begin alike share whole blocks only, and vLLM's own size on CPUs, 128, is longer than many prompts.
 """
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
-"""The words by which vLLM guesses a method from the path of a draft model."""
+"""The words from which vLLM guesses a method in the path of a draft model."""
 NEVER_GUESSED = ("eagle", "eagle3", "dflash", "dspark")
 """The methods for which vLLM does not guess another one from the path."""
 
@@ -90,7 +90,7 @@ def engine_arguments(
         "async_scheduling": True,
         "enforce_eager": not config.engine.compile,
         "enable_prefix_caching": True,
-        # Sleep mode's allocator serves one engine of a process, and may keep its memory when that is gone.
+        # Sleep mode's allocator serves one engine per process, and may keep its memory when that engine is gone.
         "enable_sleep_mode": config.engine.sleep and not alone and torch.cuda.is_available(),
         "generation_config": "vllm",
         "disable_log_stats": True,
@@ -102,13 +102,13 @@ def engine_arguments(
         **precision.arguments(),
     }
     if config.engine.tensor_parallel > 1:
-        # On Hopper and Blackwell that fusion is FlashInfer's all-reduce again.
+        # On Hopper and Blackwell this fusion is FlashInfer's all-reduce too.
         arguments["compilation_config"]["pass_config"] = {"fuse_allreduce_rms": False}
-        # vLLM's own all-reduce looks for the GPUs of the other ranks, which a rank that sees only its own cannot find.
+        # vLLM's own all-reduce needs access to the other ranks' GPUs, which a rank that sees only its own lacks.
         arguments["disable_custom_all_reduce"] = torch.cuda.device_count() == 1
     if drafter_dir is not None and has_window(drafter_dir):
         # For a drafter with a sliding window vLLM would divide the policy's layers into groups as small as the drafter,
-        # each with a table of blocks of its own.
+        # each with its own block table.
         arguments["disable_hybrid_kv_cache_manager"] = True
     if longest and config.speculation.draft_method.is_policy_layer:
         arguments["hf_overrides"] = partial(_updated, updates)
@@ -133,8 +133,7 @@ def _drafting(config: Config, policy_dir: Path, drafter_dir: Path | None, length
 def schedule(max_num_seqs: int, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
     """A schedule of vLLM's that names these draft lengths in turn, as (first batch, last batch, length).
 
-    vLLM captures full CUDA graphs for the lengths that it finds there. Which one a batch has is decided while the
-    engine runs.
+    vLLM captures full CUDA graphs for the lengths listed there. The length of each batch is chosen at run time.
     """
     return [(batch, batch, lengths[-batch % len(lengths)]) for batch in range(1, max_num_seqs + 1)]
 
@@ -149,7 +148,7 @@ def capture_sizes(max_num_seqs: int, lengths: Sequence[int]) -> list[int]:
 
 
 def without_weights(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an engine that does not read the policy's weights; it reads those of a drafter."""
+    """The arguments of an engine that reads the weights of a drafter, but not those of the policy."""
     from vllm.config import LoadConfig
 
     found = {**arguments, "load_format": "dummy"}
@@ -161,10 +160,10 @@ def without_weights(arguments: dict[str, Any]) -> dict[str, Any]:
 def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dict[str, Any]:
     method = config.speculation.draft_method
     if method.vllm is None:
-        return dict(NGRAM)  # which never gets to draft: see `text_speculator`
+        return dict(NGRAM)  # which never drafts: see `text_speculator`
     if method.model is None:
         return dict(method.vllm)
-    # Without `model` vLLM would find the policy's own layer too, but expect it in the policy's precision.
+    # Without `model`, vLLM would also find the policy's own layer, but expect it in the policy's precision.
     directories = {
         "drafter": drafter_dir,
         "policy_layer": drafter_dir or policy_dir,
@@ -219,7 +218,7 @@ def generation_params(request: Request, max_length: int, stop_tokens: list[int])
 
 
 def reading_params(params: Any, *, cached: bool) -> Any:
-    """Those of the same request for a pass over text behind its prompt, with `PromptColumns` of each token."""
+    """A request's parameters for a pass over text after its prompt, with the `PromptColumns` of each token."""
     from specrl.rollout.vllm.device_sampler import NUM_PROMPT_COLUMNS
 
     read = params.clone()
@@ -230,7 +229,7 @@ def reading_params(params: Any, *, cached: bool) -> Any:
 
 
 def scoring_params() -> Any:
-    """vLLM's `SamplingParams` for scoring a sequence given as a prompt; its one new token is thrown away."""
+    """vLLM's `SamplingParams` for scoring a sequence given as a prompt; its one new token is discarded."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -261,16 +260,16 @@ def _context(policy_dir: Path, length: int) -> tuple[int, dict[str, Any]]:
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         return longest, {}
-    # Plain rotary embeddings are the same function of the position whatever their table's length.
+    # Plain rotary embeddings do not depend on their table's length.
     return length, {POSITIONS: length}
 
 
 def _updated(updates: dict[str, Any], hf_config: Any) -> Any:
     """Update a configuration as vLLM does with a dictionary of overrides.
 
-    vLLM applies this function also to the configuration of the multi-token-prediction layers, which need as many
-    positions as the policy, but none of the policy's other entries. Of several such layers the first one drafts, which
-    is the one that is trained.
+    vLLM also applies this function to the configuration of the multi-token-prediction layers, which need as many
+    positions as the policy, but none of the policy's other entries. Of several such layers only the first, which is
+    the trained one, drafts.
     """
     for_layer = hf_config.model_type.endswith("_mtp")
     hf_config.update({key: value for key, value in updates.items() if key == POSITIONS or not for_layer})
@@ -280,7 +279,7 @@ def _updated(updates: dict[str, Any], hf_config: Any) -> Any:
 
 
 def gpu_memory(share: float) -> dict[str, Any]:
-    """The argument by which an engine takes this share of a GPU's memory; none on CPUs."""
+    """The argument that makes an engine use this share of a GPU's memory; none on CPUs."""
     return {"gpu_memory_utilization": share} if torch.cuda.is_available() else {}
 
 
@@ -293,7 +292,7 @@ def _memory(config: Config, *, alone: bool) -> dict[str, Any]:
 
 
 def _check_positions(directory: Path, policy_dir: Path, max_length: int) -> None:
-    # vLLM would read its rotary table beyond the end, and drafts would silently no longer be accepted there.
+    # vLLM would read beyond the end of the rotary table, and drafts there would silently no longer be accepted.
     longest, needed = (
         json.loads((folder / "config.json").read_bytes()).get(POSITIONS, max_length)
         for folder in (directory, policy_dir)
@@ -316,7 +315,7 @@ def _check_draft_vocabulary(directory: Path, policy_dir: Path) -> None:
 
 
 def _refuse_misleading_path(directory: str) -> None:
-    # vLLM guesses in `SpeculativeConfig.__post_init__`, whatever it was told.
+    # vLLM guesses the method in `SpeculativeConfig.__post_init__`, whatever is set.
     found = [word for word in MISLEADING if word in directory.lower()]
     if found:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""In-process vLLM engines: how they are used, and started and stopped without side effects on the whole process.
+"""In-process vLLM engines: their use, and start and stop without side effects on the whole process.
 
-`VllmEngine` holds every plain call to vLLM; nothing outside of this package names an attribute of vLLM.
+`VllmEngine` contains every plain call to vLLM; nothing outside this package names an attribute of vLLM.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ write to it, and vLLM itself holds that of the latest engine alone."""
 
 
 class Iteration(NamedTuple):
-    """What an iteration brought."""
+    """The outcome of an iteration."""
 
     batch: int
-    """The number of requests that got tokens."""
+    """The number of requests that received tokens."""
     all_decoding: bool
-    """Whether none of these were their first tokens."""
+    """Whether none of these tokens were first ones."""
     mean_tokens: float | None
-    """The mean number of tokens of those that it did not finish, which nothing cut off; None if it finished all."""
+    """The mean tokens of the requests that it did not finish, which nothing cut off; None if it finished all."""
 
 
 class VllmEngine:
-    """An in-process vLLM engine, and its model runner, for the modules that replace parts of it.
+    """An in-process vLLM engine, and its model runner for the modules that replace parts of it.
 
-    Requests go to vLLM's engine core, and its outputs come from there, without the objects that a server makes of them.
+    Requests go to vLLM's engine core and outputs come from it, without the objects that a server creates for them.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -66,9 +66,9 @@ class VllmEngine:
         self.vocab_size = int(self.llm.model_config.get_vocab_size())
         """The number of tokens in the policy's vocabulary."""
         self.is_first = int(self._group.rank_in_group) == 0
-        """Whether this is the first rank of its engine, whose decisions hold for the others."""
+        """Whether this is the first rank of its engine, whose decisions bind the others."""
         self.last: Iteration | None = None
-        """What came of the last call of `step`; None if nothing did."""
+        """The outcome of the last call of `step`; None if there was none."""
         self.decode_steps = 0
         """The iterations so far in which at least one request was decoding."""
         self._running: dict[str, RunningRequest] = {}
@@ -76,7 +76,7 @@ class VllmEngine:
 
     @property
     def num_running(self) -> int:
-        """The number of requests that are not finished."""
+        """The number of unfinished requests."""
         return len(self._running)
 
     @property
@@ -100,7 +100,7 @@ class VllmEngine:
         return parallel_state.get_tp_group()
 
     def agreed(self, *values: float) -> list[float]:
-        """The first rank's values, on all ranks of the engine, which must decide alike (collective)."""
+        """The first rank's values, on all ranks of the engine, which must act alike (collective)."""
         group = self._group
         if group.world_size == 1:
             return list(values)
@@ -123,7 +123,7 @@ class VllmEngine:
         return bool(shared)
 
     def add(self, prompt_tokens: list[int], params: Any, begun: RunningRequest | None = None) -> RunningRequest:
-        """Queue a request with vLLM's `SamplingParams`, or what is left of one that has begun."""
+        """Queue a request with vLLM's `SamplingParams`, or the rest of one that has begun."""
         request = begun or RunningRequest(len(prompt_tokens))
         request.name = str(self._num_requests)
         request.forget_routes()  # vLLM returns them from the first token on
@@ -137,7 +137,7 @@ class VllmEngine:
     def step(self) -> list[RunningRequest]:
         """Run one iteration and return the requests that it finished.
 
-        With asynchronous scheduling it begins an iteration, and returns what came of the one before.
+        With asynchronous scheduling it starts an iteration, and returns the outcome of the one before.
 
         Raises:
             NonFiniteLogitsError: A token was picked from logits that are not finite.
@@ -153,21 +153,21 @@ class VllmEngine:
         counts = [len(output.new_token_ids) for request, output in pairs if request.finish_reason is None]
         mean = fmean(counts) if counts else None
         self.last = Iteration(len(outputs), decoding == len(outputs), mean) if outputs else None
-        # Those that a stop string has ended still run in vLLM; of the others it knows no more.
+        # Requests ended by a stop string still run in vLLM, which has already dropped the others.
         self.llm.engine_core.abort_requests([request.name for request in finished])
         for request in finished:
             del self._running[request.name]
         return finished
 
     def end(self) -> None:
-        """Give up what still runs, and wait until nothing is under way."""
+        """Abort all running requests, and wait until no iteration is in flight."""
         self.llm.engine_core.abort_requests(list(self._running))
         self._running.clear()
         while self._core.scheduler.has_requests() or self._core.batch_queue:
             self.llm.engine_core.get_output()
 
     def draft_up_to(self, lengths: Sequence[int]) -> None:
-        """Let drafts have these lengths from now on, by the number of running requests, of which 0 means nothing."""
+        """Set the draft lengths by the number of running requests; the entry for 0 requests is not used."""
         lookup = self._core.scheduler.dynamic_sd_lookup
         if lookup is not None:
             assert len(lengths) == len(lookup)
@@ -177,13 +177,13 @@ class VllmEngine:
         """Forget all cached prefixes.
 
         Raises:
-            RefitError: A block is still in use, and could be read later with the keys of another policy.
+            RefitError: A block is still in use, so another policy's keys could be read from it later.
         """
         if not self.llm.reset_prefix_cache():
             raise RefitError("the engine's prefix cache cannot be dropped: something still holds blocks of it")
 
     def load_policy(self, weights: Weights, names: frozenset[str]) -> None:
-        """Load the policy in place; errors are those of `reload_weights`.
+        """Load the policy in place; raises what `reload_weights` raises.
 
         Args:
             names: The names of the policy's tensors on disk; an explicit head is always known.
@@ -194,10 +194,10 @@ class VllmEngine:
         reload_weights(self.llm.vllm_config, self.policy, weights, required, names | {HEAD}, tied=tied)
 
     def load_drafter(self, weights: Weights, names: frozenset[str]) -> None:
-        """Load the drafter, whose tensors on disk have these names, in place; its embeddings are the policy's.
+        """Load the drafter in place, given its tensors' names on disk; its embeddings are the policy's.
 
         Raises:
-            RefitError: There is no drafter, a tensor is missing or unknown, a draft token would stand for none of the
+            RefitError: There is no drafter, a tensor is missing or unknown, a draft token would map to none of the
                 policy's tokens, or the drafter's head is the policy's.
         """
         if self.drafter is None:
@@ -207,7 +207,7 @@ class VllmEngine:
         check_draft_vocabulary(self.drafter, self.vocab_size)
 
     def sleep(self) -> None:
-        """Give the engine's GPU memory back; the next call must be `wake`.
+        """Free the engine's GPU memory; the next call must be `wake`.
 
         Raises:
             ValueError: The engine was started on a CPU or without `engine.sleep = true`.
@@ -218,15 +218,15 @@ class VllmEngine:
         self.llm.sleep(OFFLOAD)
 
     def wake(self) -> None:
-        """Take the memory again, with the weights, for a refit to replace, and an empty KV cache.
+        """Allocate the memory again, with weights for a refit to replace, and an empty KV cache.
 
-        On an engine that is awake or cannot sleep this does nothing.
+        This does nothing on an engine that is awake or cannot sleep.
         """
         if self.llm.is_sleeping():
-            torch.cuda.empty_cache()  # frees what the trainer has freed but torch keeps
+            torch.cuda.empty_cache()  # frees memory that the trainer has freed but torch caches
             self.llm.wake_up()
-            # Its memory may hold what the trainer has left, NaN among it, by which a kernel may multiply the 0 of a
-            # place behind a sequence. vLLM zeroes it when it starts, and after a sleep on AMD's GPUs alone.
+            # The cache may hold the trainer's old data, including NaN, which a kernel may multiply by the 0 of a place
+            # after a sequence. vLLM zeroes it at the start and, after a sleep, only on AMD's GPUs.
             for cache in self.runner.kv_caches:
                 cache.zero_()
 
@@ -250,8 +250,8 @@ def set_environment(*, batch_invariant: bool = False) -> None:
     own = {name: os.environ[name] for name in OF_THE_USER if name in os.environ}
     os.environ.update({**ENVIRONMENT, **own})
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= FIRST_OF_POWERS:
-        # DeepGEMM multiplies there by scales that are powers of two alone, and ends the engine over any others, which
-        # `ENVIRONMENT` asks for; CUTLASS's kernels take them.
+        # There DeepGEMM multiplies only by scales that are powers of two, and other scales, which `ENVIRONMENT` asks
+        # for, crash the engine; CUTLASS's kernels accept them.
         os.environ["VLLM_USE_DEEP_GEMM"] = "0"
 
 
@@ -303,7 +303,7 @@ def start(arguments: dict[str, Any]) -> Any:
 
 
 def stop(llm_engine: Any) -> None:
-    """Free the engine, and with the last one vLLM's process groups too; the default process group stays."""
+    """Free the engine and, with the last one, vLLM's process groups; the default process group stays."""
     from vllm.distributed import parallel_state
     from vllm.v1.worker import workspace
 

@@ -1,4 +1,4 @@
-"""What takes the place of parts of vLLM that are not about sampling; see `replacements`."""
+"""Replacements for parts of vLLM other than sampling; see `replacements`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from specrl.artifacts import digest
 
 COMPILE_SECONDS = 1800
-"""How long the ranks of a node wait for the first one, before they compile too."""
+"""How long a node's ranks wait for the first one before they compile too."""
 
 
 class FirstOfItsGroup:
-    """Stands for the ranks of an engine where only the first of them would return something."""
+    """Replaces an engine's tensor-parallel group where vLLM lets only its first rank return something."""
 
     is_first_rank = True
 
 
 def keeping_asynchronous(check: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A check of vLLM's configuration that leaves scheduling as it was asked for."""
+    """Wrap a check of vLLM's configuration so that it leaves asynchronous scheduling as requested."""
 
     def check_and_keep(config: Any) -> None:
         wanted = config.scheduler_config.async_scheduling
@@ -33,7 +33,7 @@ def keeping_asynchronous(check: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def with_larger_graphs(init_candidates: Callable[[Any], None]) -> Callable[[Any], None]:
-    """What lists a runner's graphs by the rows of a batch, the next larger one of every draft length in each."""
+    """Wrap the listing of a runner's graphs by rows so that it includes the next larger graph of every draft length."""
 
     def init_all(manager: Any) -> None:
         init_candidates(manager)
@@ -55,7 +55,7 @@ def _ascending(manager: Any) -> list[Any]:
 
 
 def first_on_its_node(warm_up: Callable[..., None]) -> Callable[..., None]:
-    """A function that compiles DeepGEMM's kernels on the node's first rank before the others look for them."""
+    """Wrap the warm-up so that a node's first rank compiles DeepGEMM's kernels before the others look for them."""
     starts = count()
 
     def warm_up_in_turn(*arguments: Any) -> None:
@@ -70,11 +70,11 @@ def first_on_its_node(warm_up: Callable[..., None]) -> Callable[..., None]:
             warm_up(*arguments)
         finally:
             if not rank % ranks:
-                done.touch()  # also where it failed: the others find out by themselves
+                done.touch()  # even if it failed: the others will find out themselves
 
     return warm_up_in_turn
 
 
 def no_shared_memory(_: Any) -> bool:
-    """Have the ranks of an engine on CPUs talk by gloo, as they do on several machines."""
+    """Make the ranks of an engine on CPUs communicate by gloo, as they do across machines."""
     return False

@@ -1,4 +1,4 @@
-"""Requests that run in vLLM, and what it has returned of them."""
+"""Requests running in vLLM, and the outputs that it has returned for them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from specrl.rollout.stop_strings import StopStrings
 
 @dataclass(eq=False)
 class RunningRequest:
-    """What vLLM has returned of one request so far."""
+    """The outputs that vLLM has returned for one request so far."""
 
     prompt_length: int
     stops: StopStrings | None = None
-    """The strings that end it, of which vLLM knows nothing."""
+    """The strings that end it, which are unknown to vLLM."""
     name: str = ""
-    """vLLM's own name of it."""
+    """vLLM's own name for it."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """The log-probs of the tokens, under the distribution that they were sampled from."""
+    """The log-probs of the tokens, under the distribution from which they were sampled."""
     log_kept_mass: list[float] = field(default_factory=list)
-    """The logarithm of the probability that top-k and top-p left at each of them; see `Picked`."""
+    """The log of the probability mass kept by top-k and top-p at each of them; see `Picked`."""
     drafts: list[VerifiedDraft] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
-    """The log-probs of all prompt tokens but the first, in nats; empty unless they were asked for."""
+    """The log-probs of all prompt tokens but the first, in nats; empty unless requested."""
     prompt_picks: list[tuple[int, float, float]] = field(default_factory=list)
     """What would be sampled in the place of each of the last prompt tokens, those that no cached prefix held, with its
     log-prob and `log_kept_mass`; empty unless it was asked for."""
     decodes: bool = False
-    """Whether vLLM has returned a token of it."""
+    """Whether vLLM has returned a token for it."""
     finish_reason: str | None = None
     started_at: float = 0.0
     """When its first token arrived, in Unix seconds."""
@@ -48,10 +48,10 @@ class RunningRequest:
     _routes: list[NDArray[Any]] = field(default_factory=list)
 
     def take(self, output: Any) -> None:
-        """Take one of vLLM's `EngineCoreOutput`s.
+        """Add one of vLLM's `EngineCoreOutput`s.
 
         Raises:
-            NonFiniteLogitsError: A token was picked from logits that are not finite, or scored by them.
+            NonFiniteLogitsError: A token was picked or scored by logits that are not finite.
         """
         from specrl.rollout.vllm.device_sampler import DRAFT_BASE, NUM_PROMPT_COLUMNS, Columns, PromptColumns
 
@@ -66,7 +66,7 @@ class RunningRequest:
             self.log_kept_mass += columns.log_kept_mass
             source, drafted = divmod(int(columns.draft[0]), DRAFT_BASE)
             if drafted:
-                accepted = min(len(output.new_token_ids) - 1, drafted)  # padding is no draft, though it may be right
+                accepted = min(len(output.new_token_ids) - 1, drafted)  # padding is not part of a draft, even if right
                 self.drafts.append(VerifiedDraft(context, drafted, accepted, SOURCES[source]))
         if (scored := output.new_prompt_logprobs_tensors) is not None:
             self.prompt_logprobs = scored.logprobs[:, 0].tolist()
@@ -86,16 +86,16 @@ class RunningRequest:
     def follow(
         self, text: Sequence[int], size: int, read: RunningRequest, stop_tokens: Container[int], limit: int
     ) -> bool:
-        """Take what was sampled in the place of the first `size` tokens of a text and after them.
+        """Add the tokens sampled in place of the first `size` tokens of a text and after them.
 
-        The tokens so far are the first ones of the text.
+        The tokens so far must be the beginning of the text.
 
         Args:
             read: The request with these tokens of the text at the end of its prompt.
-            limit: The most tokens of the response.
+            limit: The maximum number of tokens in the response.
 
         Returns:
-            Whether the response is still the text's, and neither has ended.
+            Whether the response still agrees with the text, and neither has ended.
         """
         before = len(self.tokens)
         picks = [*read.prompt_picks[before - size :], (read.tokens[0], read.logprobs[0], read.log_kept_mass[0])]
@@ -135,9 +135,9 @@ class RunningRequest:
         self.finish_reason = "stop"
 
     def forget_routes(self) -> None:
-        """Drop the experts of its tokens, because all of them will be returned again."""
+        """Drop the experts of its tokens, because vLLM will return all of them again."""
         self._routes = []
 
     def routes(self, num_tokens: int) -> NDArray[Any] | None:
-        """The experts of its first tokens, [num_tokens, layers, experts per token]; None if none were kept."""
+        """The experts of the first tokens, [num_tokens, layers, experts per token]; None if none were kept."""
         return np.concatenate(self._routes)[:num_tokens] if self._routes else None

@@ -1,10 +1,9 @@
-"""Compare what an engine computes with to the trainer's tensors, and engines with each other, by small tensors.
+"""Compare an engine's weights with the trainer's tensors by means of small tensors.
 
-A matrix is known by its products with fixed random rows, because CPU engines keep only packed matrices, and an expert
-by its outputs for such rows; an embedding by an exact sum for each of its rows, and so are a matrix in FP8 and its
-scales; everything else by its value. What is expected is noted of the trainer's tensors while they pass to the engine,
-so that nothing is sent twice. A tensor that is damaged before it leaves the trainer is not seen here, but by the
-log-probs of the probe.
+A matrix is compared by its products with fixed random rows, because CPU engines keep only packed matrices, and an
+expert by its outputs for such rows; an embedding, and an FP8 matrix with its scales, by an exact sum of each row;
+everything else by value. Expected values are recorded while the trainer's tensors pass to the engine, so that nothing
+is sent twice. A tensor damaged before it leaves the trainer is detected by the probe's log-probs, not here.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ PROBE_ROWS = 4
 """The number of random inputs on which a matrix is compared. A second one costs next to nothing, because reading the
 matrix takes the time."""
 CHUNK_ROWS = 1024
-"""The number of an embedding's rows that are summed at a time, so few that they stay in the cache."""
+"""The number of an embedding's rows summed at a time, few enough to stay in the cache."""
 READ_BACK_TOLERANCE = 0.02
 """The largest difference of an output, relative to its own size plus the root mean square of its row; BF16 rounds to
 a relative 2^-9."""
 MOST_NAMED = 20
-"""The most tensors that an error names; of a stale policy all are wrong."""
+"""The maximum number of tensors that an error names: in a stale policy all are wrong."""
 
 
 IsHeld = Callable[[], bool]
-"""Whether an engine holds at one place what it should."""
+"""Whether an engine holds the expected values at one place."""
 
 
 class Place(NamedTuple):
@@ -46,33 +45,33 @@ class Place(NamedTuple):
 
     layer: str
     kind: str | int
-    """The name of the layer's parameter, or the number of an expert, all of whose matrices are at one place."""
+    """The name of the layer's parameter, or the number of an expert, whose matrices share one place."""
 
 
 class Expected:
-    """What a model inside the engine, or this rank's part of it, must compute with, noted of the trainer's tensors.
+    """The expected weights of a model inside the engine, or of this rank's part, recorded from the trainer's tensors.
 
-    No tensor is kept for longer than it takes until the fused layer or expert that it belongs to is complete.
+    A tensor is kept only until the fused layer or expert to which it belongs is complete.
     """
 
     def __init__(self, model: nn.Module, family: Family, *, policy: nn.Module | None = None) -> None:
-        """Begin with no notes.
+        """Begin with nothing recorded.
 
         Args:
-            family: The policy's family, which says what the engine fuses. An EAGLE-3 drafter is a Llama with any
-                policy.
-            policy: The policy inside the engine if `model` is its drafter, which must have the same embeddings:
-                EAGLE-3, or the policy's multi-token-prediction layer.
+            family: The policy's family, which determines what the engine fuses. An EAGLE-3 drafter is a Llama model
+                with any policy.
+            policy: The policy inside the engine if `model` is its drafter (EAGLE-3, or the policy's
+                multi-token-prediction layer), whose embeddings must be the policy's.
         """
         self._model, self._family, self._policy = model, family, policy
         self._like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
         self._places: list[tuple[tuple[str, ...], IsHeld]] = []
-        """The names of the trainer's tensors that belong to one place, and what says whether they are there."""
+        """The names of the trainer's tensors at each place, and the check that they are there."""
         self._experts: tuple[nn.Module, Tensor] | None = None
-        """The layer whose experts were compared last, and their outputs. Those of all may take hundreds of MiB."""
+        """The layer whose experts were compared last, and their outputs; all layers' may take hundreds of MiB."""
 
     def noted(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """Yield the trainer's tensors as they come, each after it was noted."""
+        """Record the trainer's tensors as they arrive, and yield each one."""
         waiting: dict[Place, dict[int, tuple[str, Tensor]]] = {}
         for name, tensor in weights:
             if name not in NOT_LOADED:
@@ -86,7 +85,7 @@ class Expected:
             self._note(place, parts)
 
     def take(self, weights: Weights) -> None:
-        """Note the trainer's tensors, which nobody else wants."""
+        """Record the trainer's tensors without passing them on."""
         for _ in self.noted(weights):
             pass
 
@@ -95,8 +94,8 @@ class Expected:
         """Check that the model computes with the trainer's tensors.
 
         Raises:
-            PolicyParityError: Some of the policy's differ; the error names them.
-            DrafterCollapseError: Some of the drafter's do.
+            PolicyParityError: Some of the policy's tensors differ; the error names them.
+            DrafterCollapseError: Some of the drafter's tensors differ.
         """
         self._experts = None
         wrong = [name for names, is_held in self._places if not is_held() for name in names]
@@ -136,7 +135,7 @@ class Expected:
         if kind == "weight" and _multiplies(layer):
             # The engine converts what it loads to its own type: a run in FP32 may begin with a drafter of one in BF16.
             parts = [part.to(self._like.dtype) for part in parts]
-            if type(layer.quant_method).__name__ in NATIVE_METHODS:  # while it is loaded, its parameters do not say so
+            if type(layer.quant_method).__name__ in NATIVE_METHODS:  # its parameters do not show this during loading
                 bits = _bits(_quantised(layer, parts, self._like.device))
                 return lambda: torch.equal(_bits(layer), bits)
             inputs = probe_rows(parts[0].shape[1], parts[0])
@@ -151,7 +150,7 @@ class Expected:
         if len(tensors) < len(PARTS):
             return _never
         matrices = [tensor.to(self._like.dtype) for tensor in tensors]
-        # Those of all experts are kept at once: in float32 they would take twice the memory.
+        # All experts' outputs are kept at once, so they are not in float32, which would take twice the memory.
         inputs = probe_rows(matrices[0].shape[1], matrices[0])
         expected = expected_output(layer, matrices, inputs).to(self._like.dtype)
         return lambda: _are_equal(self._outputs_of(layer, inputs)[number], expected)
@@ -167,9 +166,9 @@ class Expected:
 
 
 def own_parts(layer: nn.Module, kind: str, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Cut this rank's parts out of the tensors that a layer fuses, which it holds stacked in this order.
+    """Cut this rank's parts out of the tensors that a layer fuses, which it stacks in this order.
 
-    Of queries, keys and values, keys and values are repeated where there are more ranks than heads of them.
+    Keys and values are repeated if there are more ranks than KV heads.
 
     Args:
         kind: The name of the parameter: `weight`, `bias` or another one.
@@ -195,7 +194,7 @@ def _never() -> bool:
 
 
 def _engine_place(name: str, fused: Mapping[str, str]) -> tuple[Place, str, list[str]]:
-    """The place of a tensor, and the name of its part there and those of all parts in order."""
+    """The place of a tensor, the name of its part there, and the names of all parts in order."""
     if (expert := EXPERT.fullmatch(name)) is not None:
         return Place(f"{expert['experts']}.routed_experts", int(expert["number"])), expert["part"], list(PARTS)
     path, _, kind = name.rpartition(".")
@@ -213,9 +212,9 @@ def _eagle3_engine_name(name: str) -> str:
 
 
 def _expected_products(layer: Any, inputs: Tensor, parts: list[Tensor]) -> Tensor:
-    """The products of inputs with a weight [out, in] of these parts along `out`: [inputs, out].
+    """The products [inputs, out] of inputs with a weight [out, in] that consists of these parts along `out`.
 
-    For a layer in emulated FP8 both are quantised: rounding moves products by more than the tolerance.
+    For a layer in emulated FP8 both are quantised, because rounding changes products by more than the tolerance.
     """
     method = layer.quant_method
     if hasattr(method, "quantise_matrix"):
@@ -224,14 +223,14 @@ def _expected_products(layer: Any, inputs: Tensor, parts: list[Tensor]) -> Tenso
 
 
 def _quantised(layer: Any, parts: Sequence[Tensor], device: torch.device) -> Any:
-    """A copy of a layer whose weight has these parts, quantised by vLLM as it quantises the layer's own, on its device.
+    """A copy of a layer with a weight of these parts on `device`, quantised by vLLM as it quantises the layer's own.
 
-    Between the tensors of a reload the layer's own parameters are on no device, and not yet in FP8.
+    During a reload the layer's own parameters are on no device, and not yet in FP8.
     """
     made = copy(layer)
-    # What the copy sets must not show in the layer.
+    # Changes to the copy must not affect the layer.
     made._parameters, made._buffers = {}, dict(layer._buffers)
-    # As vLLM's is: of another class, torch would quantise it by other kernels, compiled for each shape, while it may.
+    # vLLM's own class: for another one, torch would use other kernels, compiled for each shape as long as it may.
     made.weight = torch.cat(list(parts)).to(device).as_subclass(type(layer.weight))
     made._already_called_process_weights_after_loading = False
     layer.quant_method.process_weights_after_loading(made)
@@ -252,15 +251,15 @@ def _are_equal(actual: Tensor, expected: Tensor) -> bool:
 
 
 def probe_rows(width: int, like: Tensor) -> Tensor:
-    """The fixed random inputs of a matrix with `width` inputs, in a tensor's type and place: [PROBE_ROWS, width]."""
+    """The fixed random inputs of a matrix, [PROBE_ROWS, width], in the type and on the device of `like`."""
     return torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(like)
 
 
 def _summed(tensor: Tensor) -> Tensor:
-    """A copy of a tensor; of a matrix [rows, columns] a sum for each row, int64 [rows].
+    """A copy of a tensor or, for a matrix [rows, columns], a sum for each row, int64 [rows].
 
-    It is the sum of the row's bits, in words of 64, times fixed random odd numbers, modulo 2^64: it is exact, whatever
-    the order of additions, and shows every change of a single word.
+    It sums the row's bits, in 64-bit words, times fixed random odd numbers, modulo 2^64: it is exact in any order of
+    additions, and every change of a single word changes it.
     """
     if tensor.dim() != 2:
         return tensor.detach().clone()

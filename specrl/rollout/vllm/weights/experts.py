@@ -11,21 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
-"""The matrices of one expert, in the order in which `expected_output` wants them."""
+"""The matrices of one expert, in the order that `expected_output` expects."""
 EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
-"""The name of a matrix of an expert, as checkpoints have it."""
+"""The name of an expert's matrix in checkpoints."""
 EXPERTS_TOGETHER = 16
 """The number of experts whose outputs are computed at once; with a few rows for each there are as many as in a small
 batch."""
 NEVER = -1e4
-"""The router's logit of an expert that is not to be chosen."""
+"""The router's logit for an expert that must not be chosen."""
 
 
 def pack_anew(model: nn.Module) -> None:
-    """Let the next reload pack the experts of a CPU engine as its start did.
+    """Make the next reload pack the experts of a CPU engine as at its start.
 
-    vLLM packs them when it sets up their kernel, and a reload keeps the kernel: the weights would stay as they arrive,
-    and the kernel would read them as packed ones, without any error.
+    vLLM packs them when it sets up their kernel, and a reload keeps the kernel: the weights would stay unpacked, and
+    the kernel would read them as packed ones without any error.
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -51,10 +51,10 @@ def outputs_of_experts(layer: Any, inputs: Tensor) -> Tensor:
 def _outputs(layer: Any, numbers: Tensor, inputs: Tensor) -> Tensor:
     chosen, method = numbers.repeat_interleave(len(inputs))[:, None], layer.quant_method
     rows = inputs.repeat(len(numbers), 1)
-    if method.is_monolithic:  # the kernel routes by itself
+    if method.is_monolithic:  # the kernel itself routes
         logits = rows.new_full((len(rows), layer.global_num_experts), NEVER)
         logits.scatter_(1, chosen.to(rows.device), 0.0)
-        # What a kernel tells of its choice is for the tokens of an iteration, and there is none.
+        # The routing sink records choices for the tokens of an iteration, and there is none now.
         sink, layer.routing_sink = layer.routing_sink, None
         try:
             output: Tensor = method.apply_monolithic(layer, rows, logits)
@@ -68,7 +68,7 @@ def _outputs(layer: Any, numbers: Tensor, inputs: Tensor) -> Tensor:
 
 
 def expected_output(layer: Any, matrices: Sequence[Tensor], inputs: Tensor) -> Tensor:
-    """What an expert of the engine should make of inputs: [n, hidden] -> float32 [n, hidden].
+    """The expected output of one of the engine's experts: [n, hidden] -> float32 [n, hidden].
 
     With tensor parallelism it is this rank's part of a sum.
 

@@ -18,7 +18,7 @@ from specrl.training.drafter.io import check_offsets
 
 Weights = Iterable[tuple[str, Tensor]]
 NOT_LOADED = frozenset({"t2d"})
-"""The drafter's tensors that the engine derives from others."""
+"""The drafter's tensors that the engine derives from other tensors."""
 MTP_MODULES = tuple(family.mtp for family in FAMILIES.values() if family.mtp is not None)
 
 
@@ -29,13 +29,13 @@ def policy_weight_names(directory: Path) -> frozenset[str]:
 
 
 def drafter_weight_names(directory: Path) -> frozenset[str]:
-    """The names of a drafter's tensors: of the multi-token-prediction layer that drafts, if there is one."""
+    """The names of a drafter's tensors, or of the multi-token-prediction layer that drafts, if there is one."""
     names = TensorReader(directory).names
     return frozenset(name for name in names if any(module.drafts(name) for module in MTP_MODULES)) or names
 
 
 def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the policy in a directory, and the head of a tied model, as a refit wants them."""
+    """Yield every tensor of the policy in a directory, and the head of a tied model, as a refit expects them."""
     reader, names = TensorReader(directory), policy_weight_names(directory)
     for name in sorted(names):
         tensor = reader.read(name)
@@ -45,10 +45,10 @@ def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_own_head(drafter: nn.Module, policy: nn.Module, names: frozenset[str]) -> None:
-    """Check that a drafter with a head on disk has one in the engine, so that loading it leaves the policy's alone.
+    """Check that a drafter with a head on disk has its own in the engine: loading must not change the policy's.
 
     Raises:
-        RefitError: The engine drafts with the policy's head, as vLLM does with a drafter that it finds an equal one in.
+        RefitError: The engine drafts with the policy's head, as vLLM does if the drafter's head equals it.
     """
     if HEAD in names and getattr(drafter, "lm_head", None) is getattr(policy, "lm_head", policy):
         raise RefitError(
@@ -66,15 +66,14 @@ def reload_weights(
     *,
     tied: bool = False,
 ) -> None:
-    """Load weights with on-disk names in place. CPU engines pack linear weights and experts, and each is packed anew.
+    """Load weights with on-disk names in place, and repack the linear weights and experts of CPU engines.
 
-    A head tied to the embeddings has a packed copy of its own, which vLLM's reload leaves as it was; it is packed anew
-    here.
+    A head tied to the embeddings has its own packed copy, which vLLM's reload does not update; it is repacked here.
 
     Args:
-        required: The names of the tensors that must come.
-        known: Those that may.
-        tied: Whether the head is tied to the embeddings: an explicit one is not loaded, but compared as all are.
+        required: The names of the tensors that must be given.
+        known: The names of the tensors that may be given.
+        tied: Whether the head is tied to the embeddings: an explicit head is then not loaded, but still compared.
 
     Raises:
         RefitError: A tensor is missing or unknown.
@@ -104,7 +103,7 @@ def reload_weights(
         head, embeddings = getattr(model, "lm_head", None), getattr(model.model, "embed_tokens", None)
         if head is not None and embeddings is not None and head.weight is embeddings.weight:
             head.quant_method.process_weights_after_loading(head)
-    # Only now: a reload that breaks off in the middle leaves layers which cannot be loaded again.
+    # Only now, because an interrupted reload leaves layers that cannot be loaded again.
     if unknown:
         raise RefitError(f"refit was sent {', '.join(unknown)}, which the model on disk does not have")
     if missing:
@@ -113,7 +112,7 @@ def reload_weights(
 
 
 def check_draft_vocabulary(drafter: nn.Module, vocab_size: int) -> None:
-    """Raise RefitError if a draft token would stand for none of the policy's tokens."""
+    """Raise RefitError if a draft token would map to none of the policy's tokens."""
     offsets: Tensor | None = getattr(drafter, "draft_id_to_target_id", None)
     if offsets is not None:
         try:

@@ -1,1 +1,1 @@
-"""The kinds of drafters as torch modules, and the layers that they are built of."""
+"""The kinds of drafters as torch modules, and their layers."""

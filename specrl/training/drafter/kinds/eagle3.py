@@ -1,9 +1,8 @@
 """The EAGLE-3 drafter as a torch module, with the parameter names of the published checkpoints.
 
-Llama layers, of which the first one's attention reads the concatenation of a token's embedding and a feature of the
-token before it (Li et al., EAGLE-3, arXiv:2503.01840). The published drafters have this layer alone, `midlayer`; layers
-above it, `layers.1` and so on, are plain ones, as in vLLM. Flags add norms; `fc_norm` and `norm_output` are those of
-EAGLE-3.1.
+Llama layers; the attention of the first reads the concatenation of a token's embedding and a feature of the token
+before it (Li et al., EAGLE-3, arXiv:2503.01840). Published drafters have only this layer, `midlayer`; layers above it,
+`layers.1` and so on, are ordinary ones, as in vLLM. Flags add norms; `fc_norm` and `norm_output` are EAGLE-3.1's.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ EAGLE3_KEYS = {
     "draft_vocab_size": "draft_vocab_size",
     **{flag: flag for flag in NORM_FLAGS},
 }
-"""The fields of `Eagle3Shape` that stand in the `config.json` of every drafter, by what they are called there."""
+"""The fields of `Eagle3Shape` in every drafter's `config.json`, by their names there."""
 
 
 @dataclass(frozen=True)
 class Eagle3Shape(DraftShape):
     norm_before_residual: bool = False
-    """Whether the residual stream begins behind the norm of the feature, and not before it."""
+    """Whether the residual stream begins after the feature's norm instead of before it."""
     norm_before_fc: bool = False
-    """Whether the concatenated hidden states of the policy pass one norm before `fc`."""
+    """Whether the policy's concatenated hidden states pass one norm before `fc`."""
     fc_norm: bool = False
-    """Whether each of these hidden states passes a norm of its own before `fc`."""
+    """Whether each of these hidden states passes its own norm before `fc`."""
     norm_output: bool = False
-    """Whether the drafter goes on from its output behind the final norm, and not before it."""
+    """Whether the drafter continues from its output after the final norm instead of before it."""
 
     @classmethod
     def from_policy(
@@ -62,7 +61,7 @@ class Eagle3Shape(DraftShape):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype) -> Eagle3Shape:
-        """The shape of a drafter that exists, from what `specrl.models.drafters.suited` made of its `config.json`."""
+        """The shape of an existing drafter, from its `config.json` as returned by `specrl.models.drafters.suited`."""
         fields = {name: config[key] for name, key in EAGLE3_KEYS.items()}
         return cls(**fields, feature_layers=tuple(config[LAYERS]), sliding_window=config["sliding_window"], dtype=dtype)
 
@@ -70,8 +69,8 @@ class Eagle3Shape(DraftShape):
 def feature_layers(num_layers: int) -> tuple[int, int, int]:
     """The layers of an n-layer policy whose inputs are the drafter's features.
 
-    They are the published default (2, n // 2, n - 3), or (1, n // 2, n - 1) where a shallow policy makes two of those
-    equal: vLLM drops repeated indices, so that equal ones would change the width of the features.
+    They are the published default (2, n // 2, n - 3), or (1, n // 2, n - 1) if a shallow policy makes two of those
+    equal: vLLM drops repeated indices, which would change the width of the features.
     """
     if num_layers < 4:
         raise ValueError(f"an EAGLE-3 drafter needs a policy of at least 4 layers, this one has {num_layers}")
@@ -90,7 +89,7 @@ class Layer(nn.Module):
         self.mlp = MLP(shape)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output `[n, hidden]` for the attention's result `[n, heads, head_dim]`."""
+        """The layer's output `[n, hidden]`, given the attention's result `[n, heads, head_dim]`."""
         hidden = hidden + self.self_attn.o_proj(attended.flatten(-2))
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output

@@ -1,9 +1,8 @@
 """The building blocks of drafters, and `DraftModule`, the interface that the unroll in `drafter/ttt.py` drives.
 
 There are two: EAGLE-3 (`eagle3.py`), and the multi-token-prediction layer of a policy that has one (`mtp.py`). Both run
-their decoder layers, most often one, for each drafted token. Slot i holds token i + 1 beside the policy's hidden state
-of token i, at rotary position i: this is what vLLM feeds (`llm_base_proposer.set_inputs_first_pass` shifts the ids, not
-the positions).
+their decoder layers, usually one, for each drafted token. Slot i holds token i + 1 and the policy's hidden state of
+token i, at rotary position i, as in vLLM (`llm_base_proposer.set_inputs_first_pass` shifts the ids, not the positions).
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ CONFIG_KEYS = {
     "max_position_embeddings": "max_position_embeddings",
     "vocab_size": "vocab_size",
 }
-"""The fields of `DraftShape` that policies have too, by what `config.json` calls them."""
+"""The fields of `DraftShape` that policies have too, by their names in `config.json`."""
 
 
 @dataclass(frozen=True)
 class DraftShape:
-    """The sizes and constants that fix a drafter's computation."""
+    """The sizes and constants that define a drafter's computation."""
 
     hidden_size: int
     intermediate_size: int
@@ -57,7 +56,7 @@ class DraftShape:
     """The policy's compute type, in which the engine runs the drafter too; parameters are float32 here."""
     num_layers: int = 1
     sliding_window: int | None = None
-    """The number of positions that attention sees, its own among them; None for all."""
+    """The number of positions that attention sees, including the query's own; None for all."""
 
     @classmethod
     def of(cls, hf_config: Any, draft_vocab_size: int, feature_layers: tuple[int, ...]) -> Self:
@@ -82,7 +81,7 @@ class DraftModule(nn.Module, ABC):
     SHARED: ClassVar[Mapping[str, str]] = {EMBEDDINGS: "embeddings"}
     """The policy's tensors that drafting reads: the name on disk to the attribute here."""
     policy_head: Callable[[Tensor], Tensor] | None = None
-    """The function from features to the policy's logits; None for a drafter with a head of its own."""
+    """The function from features to the policy's logits; None for a drafter with its own head."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -96,12 +95,12 @@ class DraftModule(nn.Module, ABC):
             return
         device = next(self.parameters()).device
         held: Tensor | None = getattr(self, self.SHARED[name])
-        # A refit streams its tensors in inference mode; one made there could not be used in training.
+        # A refit streams tensors in inference mode; a tensor created there could not be used in training.
         with torch.inference_mode(False), torch.no_grad():
             if held is None:
                 setattr(self, self.SHARED[name], tensor.to(device, self.shape.dtype, copy=True))
             else:
-                held.copy_(tensor)  # the pages of new memory would have to be mapped first
+                held.copy_(tensor)  # reusing memory saves mapping new pages
 
     def name_on_disk(self, name: str) -> str:
         return name
@@ -117,14 +116,14 @@ class DraftModule(nn.Module, ABC):
 
     @abstractmethod
     def feed(self, features: Tensor) -> Tensor:
-        """What stands for the module's own output, `[n, hidden]`, given features `[n, layers * hidden]`."""
+        """The substitute for the module's own output, `[n, hidden]`, given features `[n, layers * hidden]`."""
 
     @abstractmethod
     def enter(self, layer: int, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream `[n, hidden]` of a layer and the input of its attention `[n, width]`.
 
-        `hidden` is what the layer before returned from `finish`; for the first layer the result of `feed` in the first
-        step, and the module's own output in later ones.
+        `hidden` is the result of the previous layer's `finish`; for the first layer, that of `feed` in the first step,
+        and the module's own output in later steps.
         """
 
     @abstractmethod
@@ -145,7 +144,7 @@ def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS normalisation, computed in float32 and returned in the input's type, as the engine does it."""
+    """RMS normalisation, computed in float32 and returned in the input's type, as in the engine."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight).to(x.dtype)
@@ -162,7 +161,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections of grouped-query attention of `width` channels: a bias as in Qwen2, QK norms as in Qwen3."""
+    """The projections of grouped-query attention over `width` channels, with optional biases and QK norms."""
 
     frequencies: Tensor
 

@@ -1,9 +1,9 @@
-"""The first multi-token-prediction layer of a policy that has some, as vLLM drafts with it.
+"""The first multi-token-prediction layer of a policy that has any, as vLLM drafts with it.
 
 One decoder layer of the policy's family after a projection of two normed inputs: a hidden state h, and the embedding e
-of the token after it. h is the policy's last hidden state, or the layer's own normed output when it drafts on. The
-family's `MtpModule` says in which order they are projected, whether the policy's final norm comes before h, and whether
-e is zero in slot 0. Embeddings and head are the policy's.
+of the token after it. h is the policy's last hidden state, or the layer's own normed output in later draft steps. The
+family's `MtpModule` gives the order of the two, and says whether h has passed the policy's final norm, and whether e is
+zero in slot 0. Embeddings and head are the policy's.
 """
 
 from __future__ import annotations
