@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -139,7 +138,8 @@ def only_flow(run_dir: Path, cluster: ClusterConfig | None = None) -> Iterator[N
 
 def _part_from_original(run_dir: Path) -> None:
     for folder in (run_dir, *stage_folders(run_dir)):
-        shutil.rmtree(folder / TRACKING, ignore_errors=True)  # which the other run sends
+        for sent in (folder / TRACKING).glob("sent-*.json"):
+            sent.unlink()  # everything is sent once more, to an MLflow run of its own
         (folder / RUN_ID_FILE).unlink(missing_ok=True)
     own_copy(run_dir)
     print(f"note: {run_dir} is a copy: a run of its own from now on, in MLflow, too", file=sys.stderr)

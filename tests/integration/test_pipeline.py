@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from flows.cli import EXIT_STOPPED
 from slurm.backend import JobKey
 from specrl.config import STAGES
+from specrl.lineage.record import own_copy
 from specrl.report.results import read_config
 from tasks.run import ask_to_stop
 from tests.integration.disturbances import Disturbed, held, ranks_of
@@ -157,6 +158,7 @@ def files(folder: Path) -> dict[Path, tuple[int, int]]:
 def test_a_finished_run_is_extended_and_changed_and_loses_nothing(undisturbed: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / undisturbed.name
     shutil.copytree(undisturbed, run_dir, symlinks=True)
+    own_copy(run_dir)
     shutil.copy(undisturbed.parent / "mlflow.db", tmp_path)
     change = ["--steps", "4", "--set", "policy.lr=2e-5", "--set", "validate.speed_batches=[1]"]
     (old,) = run_dir.glob("stages/train-*")

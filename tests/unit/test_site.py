@@ -638,6 +638,10 @@ def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path: Path, capsys: pytest.Capt
     begin(config)
     write_config(config)
     (config.run_dir / RUN_ID_FILE).write_text("0123\n")
+    tracking = config.run_dir / "tracking"
+    tracking.mkdir()
+    for name in ("log.jsonl", "sent-mlflow.json"):
+        (tracking / name).touch()
     name, copy = JobKey(config, "train-abc").job_name, configured(tmp_path, "copies")
     shutil.copytree(config.run_dir, copy.run_dir)
     assert JobKey(copy, "train-abc").job_name != name  # what ends the jobs of a copy leaves those of the run alone
@@ -649,3 +653,4 @@ def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path: Path, capsys: pytest.Capt
         assert capsys.readouterr().err == ""
     assert JobKey(copy, "train-abc").job_name == own != name
     assert not (copy.run_dir / RUN_ID_FILE).exists() and read_config(copy.run_dir) == copy
+    assert [path.name for path in (copy.run_dir / "tracking").iterdir()] == ["log.jsonl"]  # all is sent once more
