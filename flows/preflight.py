@@ -14,7 +14,7 @@ from rich.console import Console
 from flows.folder import HOLDER_FILE, LOCK_FILE, size_of
 from flows.origin import ORIGIN
 from slurm.access import check_access
-from slurm.commands import foreign_options, unheard_variables, unknown_options
+from slurm.commands import foreign_options, unknown_options, unused_variables
 from slurm.environment import read_environment_file
 from slurm.submit import backends_of
 from specrl.checks.file_systems import existing, shared_database
@@ -48,7 +48,7 @@ def check(config: Config, *, dry_run: bool = False) -> None:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     source = _source_folder(config)
     warnings = [*doubts(config), *(teacher_doubts(config, source) if source is not None else [])]
-    warnings += [*_shared_databases(config), *_options_of_plugins(config), *_unheard(config)]
+    warnings += [*_shared_databases(config), *_options_of_plugins(config), *_unused_variables(config)]
     warnings += _reward_doubts(config) if dry_run else []
     for line in warnings:
         Console(stderr=True, soft_wrap=True).print(f"warning: {line}", style="yellow", markup=False)
@@ -284,8 +284,8 @@ def _options_of_plugins(config: Config) -> list[str]:
     ]
 
 
-def _unheard(config: Config) -> list[str]:
-    if not _uses_slurm(config) or not (names := unheard_variables()):
+def _unused_variables(config: Config) -> list[str]:
+    if not _uses_slurm(config) or not (names := unused_variables()):
         return []
     return [f"{', '.join(names)}: sbatch does not get them; cluster.sbatch and [resources] say what jobs ask for"]
 

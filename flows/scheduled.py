@@ -18,7 +18,7 @@ from prefect.settings import PREFECT_API_URL
 from prefect.types.entrypoint import EntrypointType
 
 from flows.execute import execute, resume_in_process
-from flows.server import ServerError, no_page
+from flows.server import ServerError, explain_web_page
 from slurm.access import check_access
 from specrl.config import Config, ConfigError, change_config, parse_config
 from specrl.lineage.record import code_of
@@ -59,7 +59,7 @@ def register_schedule(config: Config, cron: str, zone: str, pool: str) -> str:
     if not url:
         raise ConfigError("deploy needs a Prefect server: set PREFECT_API_URL; without one, use specrl serve")
     try:
-        with no_page(), get_client(sync_client=True) as client:
+        with explain_web_page(), get_client(sync_client=True) as client:
             found = _read_pool(client, pool)
         deployment = RunnerDeployment.from_flow(
             scheduled,

@@ -126,7 +126,7 @@ class PrefectServer:
 
 
 @contextlib.contextmanager
-def no_page() -> Iterator[None]:
+def explain_web_page() -> Iterator[None]:
     """Turn the error of a client that received a web page into a ServerError."""
     from prefect.settings import PREFECT_API_URL
 
@@ -151,7 +151,7 @@ def mark_crashed_flows(run_dir: Path) -> None:
     flows = filters.FlowRunFilter.model_validate({"name": {"any_": [str(run_dir)]}, **running})
     tasks = filters.TaskRunFilter.model_validate(running)
     crashed: State[None] = Crashed(message="its process was killed")
-    with no_page(), get_client(sync_client=True) as client:
+    with explain_web_page(), get_client(sync_client=True) as client:
         for task in client.read_task_runs(flow_run_filter=flows, task_run_filter=tasks):
             client.set_task_run_state(task.id, crashed, force=True)
         for flow in client.read_flow_runs(flow_run_filter=flows):

@@ -28,7 +28,7 @@ from specrl.processes import node_folder, slurm_environment
 
 AGAIN = ["code=$?", f'[ "$code" -ne {AGAIN_CODE} ] || scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
 """The end of the job's script, which requeues the job for ranks in containers that lack Slurm's commands."""
-TAUGHT = ("reservation", "wckey", "network")  # set by sites as SBATCH_NAME, besides those with a configuration key
+SITE_OPTIONS = ("reservation", "wckey", "network")  # set by sites as SBATCH_NAME, besides those with a key
 WITH_KEYS = ("partition", "account", "qos", "constraint")
 OF_STEPS = ("SBATCH_CPU_BIND", "SBATCH_MEM_BIND")  # prefixes of the variables that Slurm sets in a job
 LOGS = "/folder-of-the-logs"  # placeholder for that folder until the script is rendered
@@ -46,10 +46,10 @@ def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()
     chosen = any(names_gpus(name, value) for name, value in cluster.sbatch.items())
     asks_memory = cluster.request_memory and MEMORY_OPTIONS.isdisjoint(cluster.sbatch)
     options = {
-        "partition": cluster.partition or _taught("partition"),
-        "account": cluster.account or _taught("account"),
-        "qos": cluster.qos or _taught("qos"),
-        "constraint": cluster.constraint or _taught("constraint"),
+        "partition": cluster.partition or _of_site("partition"),
+        "account": cluster.account or _of_site("account"),
+        "qos": cluster.qos or _of_site("qos"),
+        "constraint": cluster.constraint or _of_site("constraint"),
         "nodes": resources.nodes,
         "ntasks-per-node": resources.ranks_per_node,
         "cpus-per-task": resources.cpus_per_rank,
@@ -58,7 +58,7 @@ def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()
         "time": resources.minutes,
         "requeue": True,
         "dependency": None,  # its place among them
-        **{name: _taught(name) for name in TAUGHT},
+        **{name: _of_site(name) for name in SITE_OPTIONS},
         **cluster.sbatch,
     }
     # Should a stage ever have two jobs, the second waits for the first.
@@ -97,14 +97,14 @@ def _perhaps(name: str) -> str:
     return f"; perhaps {close[0]}" if close else ""
 
 
-def unheard_variables() -> list[str]:
+def unused_variables() -> list[str]:
     """The variables that sbatch does not get because they would override the job's script."""
-    heard = {_variable(option) for option in (*WITH_KEYS, *TAUGHT)}
+    used = {_variable(option) for option in (*WITH_KEYS, *SITE_OPTIONS)}
     found = {name for name in os.environ if name.startswith("SBATCH_") or name == "SLURM_CLUSTERS"}
-    return sorted(name for name in found - heard if not name.startswith(OF_STEPS))
+    return sorted(name for name in found - used if not name.startswith(OF_STEPS))
 
 
-def _taught(option: str) -> str | None:
+def _of_site(option: str) -> str | None:
     return os.environ.get(_variable(option)) or None
 
 

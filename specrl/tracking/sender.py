@@ -16,10 +16,12 @@ from specrl.artifacts import read_object, write_text
 from specrl.config import Config
 from specrl.data.formats.places import files_of
 from specrl.keys import files_digest
+from specrl.lineage.record import run_id as id_of
 from specrl.tracking.log import Entry, Log, Sent
 from specrl.tracking.store import OF_THE_RUN, RUN_ID_FILE, exists, experiment_id, run_id_of
 
 PARENT_TAG, NAME_TAG = "mlflow.parentRunId", "mlflow.runName"
+ID_TAG = "specrl.id"  # the run's random digits, which a copy of its folder does not share
 SCORE_TAG = "specrl.score"  # determines which model version has the alias `best`
 BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH, TAG_LENGTH = 1000, 100, 6000, 8000  # MLflow's limits
 TOKENIZER = "components/tokenizer"  # below a model, where MLflow looks for the tokenizer's files
@@ -35,6 +37,7 @@ class MlflowSender:
 
     def __init__(self, client: Any, config: Config, sent: Sent) -> None:
         self._client, self._config, self._sent, self._log = client, config, sent, sent.log
+        self._id_tag = {ID_TAG: own} if (own := id_of(config.run_dir)) else {}
 
     def send(self, entries: Sequence[Entry]) -> None:
         """Send one entry, or several metrics of one run.
@@ -79,7 +82,7 @@ class MlflowSender:
 
     def start(self, entry: Entry) -> None:
         parent, tags = self._parent, dict(entry.values["tags"])
-        tags |= {NAME_TAG: entry.values["name"], **({PARENT_TAG: parent} if parent else {})}
+        tags |= self._id_tag | {NAME_TAG: entry.values["name"], **({PARENT_TAG: parent} if parent else {})}
         if (run_id := self._find(entry)) is None:
             experiment = self._experiment(parent)
             run_id = str(self._client.create_run(experiment, start_time=entry.time_ms, tags=tags).info.run_id)
@@ -91,6 +94,7 @@ class MlflowSender:
         if (noted := run_id_of(self._log.owner)) is not None:
             return noted if exists(self._client, noted) else None
         asked = f"attributes.start_time = {entry.time_ms} and attributes.run_name = '{entry.values['name']}'"
+        asked += "".join(f" and tags.`{name}` = '{own}'" for name, own in self._id_tag.items())
         found = self._client.search_runs([self._experiment(self._parent)], asked, max_results=1)
         return str(found[0].info.run_id) if found else None
 

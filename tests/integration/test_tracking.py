@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from mlflow import MlflowClient
 from transformers import AutoModelForCausalLM
 
 from flows.cli import invoke
-from flows.folder import write_config
+from flows.folder import only_flow, write_config
 from flows.preflight import check_tracking
 from specrl.artifacts import BestPolicy, ExportResult, TrainResult
 from specrl.config import Config, DataConfig, ModelConfig, Resources, TrackingConfig
@@ -35,6 +36,7 @@ from specrl.tracking.sender import registered_version
 from specrl.tracking.store import tracking_uri
 from specrl.tracking.sync import Syncing
 from specrl.tracking.tracker import Tracker
+from tasks.run import begin
 from tests.mlflow_server import MlflowServer, Mode, Proxy
 
 TAGS = {"policy_version": "8", "specrl.score": "0.5"}
@@ -106,6 +108,24 @@ def test_a_resumed_run_with_other_parameters_keeps_the_first_and_shows_the_new_c
     run = client_of(config).get_run(run_id)
     assert run.data.params["seed"] == "0"
     assert '"seed": 5' in (Path(run.info.artifact_uri.removeprefix("file://")) / "config.json").read_text()
+
+
+def test_a_copy_of_a_run_sends_everything_to_a_run_of_its_own(runs_dir: Path) -> None:
+    config, copy = make_config(runs_dir, "original"), make_config(runs_dir, "copy")
+    begin(config)
+    parent = start_parent_run(config)
+    with stage_run(stage_of(config, parent), FIRST) as tracker:
+        tracker.log_metrics({"reward/mean": 0.25}, step=0)
+    original = only_child(config, parent).info.run_id
+    shutil.copytree(config.run_dir, copy.run_dir)
+    with only_flow(copy.run_dir):
+        own = start_parent_run(copy)
+        with stage_run(stage_of(copy, own), FIRST) as tracker:
+            tracker.log_metrics({"reward/mean": 0.5}, step=1)
+    child = only_child(copy, own).info.run_id
+    assert own != parent and child != original == only_child(config, parent).info.run_id
+    history = client_of(copy).get_metric_history(child, "reward/mean")
+    assert [(point.step, point.value) for point in history] == [(0, 0.25), (1, 0.5)]
 
 
 def test_a_killed_stage_continues_its_child(runs_dir: Path) -> None:
