@@ -82,10 +82,10 @@ def model_of(
 
 
 def choices(model: StepModel, rates: Sequence[float]) -> list[Choice]:
-    """Simulate every k, and each use of idle time without drafts and with the best k."""
-    plain = model.step(Speculation())
+    """Simulate every k and, without drafts and with the best k, whole groups and each use of idle time."""
+    plain, grouped = model.step(Speculation()), replace(model, workload=replace(model.workload, whole_groups=True))
 
-    def choice(name: str, speculation: Speculation) -> Choice:
+    def choice(name: str, speculation: Speculation, model: StepModel = model) -> Choice:
         time = model.step(speculation)
         return Choice(name, speculation, time, plain.generation / time.generation, plain.total / time.total)
 
@@ -94,6 +94,7 @@ def choices(model: StepModel, rates: Sequence[float]) -> list[Choice]:
     best = min(found[1 : MEASURED_K + 1], key=lambda item: item.time.total)
     for base in (found[0], best):
         uses = [replace(base.speculation, bubbles=use) for use in get_args(BubbleUse) if use != "none"]
+        found.append(choice(f"{base.name}, whole groups", base.speculation, grouped))
         found += [choice(f"{base.name}, {item.bubbles}", item) for item in uses]
     return found
 
@@ -105,6 +106,8 @@ def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
         f"drafts accepted at positions 1, 2, ...: {', '.join(f'{rate:.2g}' for rate in rates)}, extrapolated beyond",
         f"idle time is simulated with the best k up to {MEASURED_K}: for longer drafts, it predicts more than "
         "was measured (--published)",
+        "responses are dealt to engines in turn; in rows with whole groups, one engine generates all responses to a "
+        "prompt, as in most other systems",
         "each drafted position takes one pass of the drafter",
         f"a response agrees with its pre-generated text for {AGREES:g} tokens",
         *([f"an update of the drafter learns from at most {learned:,.0f} tokens"] if learned else []),
