@@ -131,7 +131,8 @@ def test_the_responses_to_a_prompt_go_to_as_many_engines_as_they_can(prompts: in
     asked = [Prompt(number, "Q", [1], "") for number in range(prompts)]
     shares = [deal(asked, samples, engine, engines) for engine in range(engines)]
     found = [[(prompt.id, sample) for prompt, sample in share] for share in shares]
-    assert sorted(one for share in found for one in share) == [(prompt, sample) for prompt in range(prompts) for sample in range(samples)]
+    everything = [(prompt, sample) for prompt in range(prompts) for sample in range(samples)]
+    assert sorted(one for share in found for one in share) == everything
     assert all(share == sorted(share) for share in found)
     assert max(map(len, found)) - min(map(len, found)) <= 1
     for number in range(prompts):
