@@ -15,7 +15,7 @@ from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
 from specrl.models.sources import load_tokenizer
-from specrl.rollout.collect import Origin, collect
+from specrl.rollout.collect import Origin, collect, deal
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout
 from specrl.training.batches import TokenSequence, pack
@@ -43,7 +43,7 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
     answers: dict[str, list[Rollout]] = {}
     for name in options.sources:
         prompts = (source.drafter_data if name == "general" else source.pretraining)(options.prompts)
-        answers[name] = collect(engine, prompts, 1, config, None, origin).scored()[0]
+        answers[name] = collect(engine, deal(prompts, 1, 0, 1), config, None, origin).scored()[0]
     engine.shutdown()
     policy = Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, seed=config.seed)
     settings, found = config.drafter, {}

@@ -72,8 +72,9 @@ class StepModel:
 
     def step(self, speculation: Speculation) -> StepTime:
         engines, pace = max(1, self.gpus // self.engine.gpus), speculation.acceptance_length
-        steps = [dealt(groups, engines, speculation.k, pace) for groups in self.drawn]
-        speed = DecodingSpeed((replace(self.engine, k=speculation.k).at,), self.engine.row_s, AGREES)
+        whole_groups, engine = self.workload.whole_groups, self.engine
+        steps = [dealt(groups, engines, speculation.k, pace, whole_groups=whole_groups) for groups in self.drawn]
+        speed = DecodingSpeed((replace(engine, k=speculation.k).at,), engine.row_s, AGREES, engine.prompt_tokens)
         learns = speculation.k > 0 and speculation.bubbles in ("none", "pregenerate")  # else it learns in idle time
         drafter_s = self.drafter_updates * self.drafter_s(self.engine) if learns else 0.0
         return self.time(steps, speed, speculation.bubbles, drafter_s=drafter_s)

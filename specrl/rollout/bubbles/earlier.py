@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Iterable
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 
 from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.schemas import Rollout, read_table
 
 PER_PROMPT = 4
-"""The responses kept of each group."""
+"""The responses kept of each group, over all engines: those with the lowest sample numbers."""
 MOST_TOKENS = 2**24
 """The tokens kept on each rank: 64 MiB. Prompts answered longest ago are dropped first."""
 
 
 class EarlierResponses:
-    """This rank's engine's newest responses to each prompt that no other engine has answered since."""
+    """The newest responses to each prompt, as far as this rank's engine generated them."""
 
     def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
         self._most = most_tokens
@@ -28,9 +28,9 @@ class EarlierResponses:
         """Add this engine's rollouts of a step, in groups, and drop older responses to any of the step's prompts."""
         for prompt_id in prompt_ids:
             self._drop(prompt_id)
-        for prompt_id, group in groupby(rollouts, key=lambda rollout: rollout.prompt_id):
-            kept = islice(group, PER_PROMPT)
-            self._put([PregeneratedText(prompt_id, rollout.seed, rollout.response_tokens) for rollout in kept])
+        kept = (rollout for rollout in rollouts if rollout.sample < PER_PROMPT)
+        for prompt_id, group in groupby(kept, key=lambda rollout: rollout.prompt_id):
+            self._put([PregeneratedText(prompt_id, rollout.seed, rollout.response_tokens) for rollout in group])
 
     def to(self, prompt_ids: Iterable[int]) -> list[PregeneratedText]:
         return [text for prompt_id in prompt_ids for text in self._groups.get(prompt_id, ())]
@@ -76,12 +76,11 @@ def _read(
     prompt_ids: set[int] = set()
     for path in sorted(folder.glob("rank-*.arrow")):
         table = read_table(path)
-        columns = [table[name].to_pylist() for name in ("rank", "prompt_id", "seed")]
-        for row, (rank, prompt_id, seed) in enumerate(zip(*columns, strict=True)):
+        columns = [table[name].to_pylist() for name in ("rank", "prompt_id", "sample", "seed")]
+        for row, (rank, prompt_id, sample, seed) in enumerate(zip(*columns, strict=True)):
             prompt_ids.add(prompt_id)
-            if dealt.setdefault(rank, len(dealt) % num_engines) != engine or prompt_id in known:
-                continue
-            if len(group := groups.setdefault(prompt_id, [])) < PER_PROMPT:
-                tokens = table["response_tokens"][row].values.to_numpy()
-                group.append(PregeneratedText(prompt_id, seed, array("i", tokens.tobytes())))
+            own = dealt.setdefault(rank, len(dealt) % num_engines) == engine
+            if own and prompt_id not in known and sample < PER_PROMPT:
+                tokens = array("i", table["response_tokens"][row].values.to_numpy().tobytes())
+                groups.setdefault(prompt_id, []).append(PregeneratedText(prompt_id, seed, tokens))
     return list(groups.values()), prompt_ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,13 +31,13 @@ class PregeneratedText(NamedTuple):
 
 
 def deliver_texts(
-    ranks: Ranks, texts: Sequence[PregeneratedText], next_engines: Mapping[int, int], engine_size: int
+    ranks: Ranks, texts: Sequence[PregeneratedText], readers: Sequence[Container[int]], engine_size: int
 ) -> list[PregeneratedText]:
-    """Send each text to the ranks of the engine that answers its prompt next (collective).
+    """Send each text to the ranks of the engines that answer its prompt next (collective).
 
     Args:
         texts: Those of this rank's engine, whose first rank sends them.
-        next_engines: The engine that answers each prompt next, by prompt id; texts to other prompts are dropped.
+        readers: The ids of the prompts that each engine answers next.
         engine_size: The number of consecutive ranks that form one engine.
 
     Returns:
@@ -49,9 +49,9 @@ def deliver_texts(
         "seed": np.array([text.seed for text in sent], np.int64),
     }
     columns, sender = gather_columns(ranks, numbers)
-    reader = np.array([next_engines.get(prompt, -1) for prompt in columns["prompt_id"].tolist()], np.int64)
-    everyone = range(ranks.world_size)
-    wanted = [np.flatnonzero(reader == rank // engine_size) for rank in everyone]
+    asked, everyone = columns["prompt_id"].tolist(), range(ranks.world_size)
+    by_engine = [np.flatnonzero([prompt in answered for prompt in asked]) for answered in readers]
+    wanted = [by_engine[rank // engine_size] for rank in everyone]
     route = Route(sender, wanted, [np.flatnonzero(sender == rank) for rank in everyone])
     tokens = deliver(ranks, {"tokens": Ragged.of([text.tokens for text in sent], np.int32)}, route)["tokens"]
     own = wanted[ranks.rank]
