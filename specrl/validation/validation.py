@@ -33,7 +33,7 @@ class Validation:
         tracker: Tracker,
         stage_dir: Path,
     ) -> None:
-        self._every, self._best_metric = config.validate_.every, config.best_metric
+        self._every, self.best_metric = config.validate_.every, config.best_metric
         self._ranks, self._engine, self._tracker, self._stage_dir = ranks, engine, tracker, stage_dir
         self._rewards = rewards
         self._sets = held_out_sets(config, source) if self._every else []
@@ -82,7 +82,7 @@ class Validation:
 
     def best(self, among: Collection[int] | None = None) -> tuple[int, float] | None:
         """(RL steps, value) of the version that is best by `best_metric`, `among` these or all."""
-        metric = self._best_metric
+        metric = self.best_metric
         if metric is None:
             return None
         values = [(step, metrics[metric]) for step, metrics in self.measured if metric in metrics]
