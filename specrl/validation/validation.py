@@ -49,7 +49,8 @@ class Validation:
                 if version > step:
                     path.unlink()
             curve = read_curve(self._stage_dir)
-        self.curve = self._ranks.gather(curve)[0]
+        now = {chosen.name: chosen.measure for chosen in self._sets}  # settings may have changed since
+        self.curve = [score for score in self._ranks.gather(curve)[0] if score.measure == now.get(score.set, "")]
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether the policy after `step` RL steps is due for validation and has not been validated yet."""
