@@ -377,6 +377,24 @@ def test_training_ends_when_the_metric_says_so(
     assert found == reason or (reason is not None and found is not None and reason in found)
 
 
+@pytest.mark.parametrize("condition", [{"no_gain_for": 2}, {"above": 0.45}])
+def test_a_run_that_ended_early_trains_on_when_it_is_extended(condition: dict[str, Any]) -> None:
+    known = [(step, {"reward/mean": value}) for step, value in enumerate([0.1, 0.5, 0.4, 0.3])]
+    settings = StopConfig.model_validate({"metric": "reward/mean", **condition})
+    ended = EarlyStop(settings, ALONE)
+    ended.restore(known)
+    assert ended.reason is not None  # also where it is started again before all of its results are written
+    extended = EarlyStop(settings, ALONE, begun=3)
+    extended.restore(known)
+    assert extended.reason is None
+    for step, value, ends in ((4, 0.2, False), (5, 0.4, False), (6, 0.4, False), (7, 0.46, "above" in condition)):
+        extended.observe(step, {"reward/mean": value})
+        assert (extended.reason is not None) == ends
+    for step in (8, 9):
+        extended.observe(step, {"reward/mean": 0.2})
+    assert extended.reason is not None
+
+
 def test_early_stop_goes_by_lower_values_where_they_are_better() -> None:
     stop = EarlyStop(StopConfig(metric="drafter/loss", no_gain_for=2), ALONE)
     stop.restore([(step, {"drafter/loss": value}) for step, value in enumerate((3.0, 2.0, 1.0))])
