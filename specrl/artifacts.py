@@ -104,10 +104,12 @@ class SetScore(Artifact):
     seconds: float  # the wall-clock time of generation and scoring
     decode_steps_per_token: float
     """The iterations that a response took, over its tokens, on average over all tokens: 1 without accepted drafts."""
+    measure: str = ""
+    """A digest of what the scores depend on besides the policy: only with the same one can they be compared."""
 
     def metrics(self) -> dict[str, float]:
         """The scores under their names in MLflow."""
-        others = {"step", "set", "num_prompts", "k", "prompt_accuracies", "pass_at", "ci"}
+        others = {"step", "set", "num_prompts", "k", "prompt_accuracies", "pass_at", "ci", "measure"}
         values: dict[str, float] = self.model_dump(exclude=others)
         values |= {f"pass_at_{size}": value for size, value in self.pass_at.items()}
         for name, (low, high) in self.ci.items():
@@ -402,12 +404,16 @@ def write_scores(train_dir: Path, step: int, scores: Sequence[SetScore]) -> None
 
 
 def read_curve(train_dir: Path) -> list[SetScore]:
-    """The scores of all policy versions, in the order of steps and, within each, of the held-out sets."""
+    """The scores of all policy versions, in the order of steps and, within each, of the held-out sets.
+
+    Without those from before a change of what the newest scores of their set measure.
+    """
     scores: list[SetScore] = []
     for path in sorted((train_dir / CURVE_FOLDER).glob("step=*.json")):
         with contextlib.suppress(ValidationError):  # written by another version of specrl
             scores += _SCORES.validate_python(read_json(path))
-    return scores
+    newest = {score.set: score.measure for score in scores}
+    return [score for score in scores if score.measure == newest[score.set]]
 
 
 def digest(value: Any) -> str:

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from specrl.algorithms.losses import LARGEST_LOG_RATIO, LossInputs
@@ -125,5 +126,6 @@ def policy_loss(
     if taken := metrics.keys() & shared.keys():
         names = ", ".join(sorted(taken))
         raise ValueError(f'train.loss = "{config.loss.name}" returns metrics that every loss already has: {names}')
-    sums = {name: (values.detach() * mask).sum().float() for name, values in (metrics | shared).items()}
-    return (per_token * mask).sum(), sums
+    # Not a product with the mask: what a loss computes outside it, where log-probs are 0, may be no number.
+    sums = {name: torch.where(mask, values.detach(), 0).sum().float() for name, values in (metrics | shared).items()}
+    return torch.where(mask, per_token, 0).sum(), sums

@@ -102,6 +102,11 @@ def config_of(
     asked = change_config(config, [*given, *cell.changes])
     if asked.resources_of("train").nodes > 1:
         raise ConfigError("bench run trains on one node: add --set stage_resources.train.nodes=1 (and ranks_per_node)")
+    if validate_every and steps % validate_every:
+        raise ConfigError(
+            f"--validate-every {validate_every} with {steps} steps (--warm-up and --steps): the policy after the last "
+            "step would not be measured; take a divisor of them, or 0"
+        )
     data = asked.settings
     data["train"] |= {"num_steps": steps + 1, "checkpoint_every": steps + 1, "keep_checkpoints": 1}
     data["train"] |= {"best_metric": None, "final": "last", "stop_when": None}

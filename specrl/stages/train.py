@@ -127,7 +127,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         precision=PrecisionMonitor(config, ranks, engine, training, policy.kv_observer, layers_path),
         refit=make_refit(context, ranks, engine, policy, drafter),
         validation=Validation(config, ranks, engine, source, rewards, tracker, context.stage_dir),
-        early_stop=EarlyStop(config.train.stop_when, ranks),
+        early_stop=EarlyStop(config.train.stop_when, ranks, begun[0]),
         recorder=StepRecorder(ranks, tracker, context.stage_dir / "rollouts", context.stage_dir / "steps"),
         checkpoints=Checkpoints(
             context.stage_dir / TRAIN_PROGRESS,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specrl import logs
-from specrl.artifacts import Acceptance, SetScore
+from specrl.artifacts import Acceptance, SetScore, digest
 from specrl.config import Config, ValidationSetConfig
 from specrl.data.held_out import config_of_set
 from specrl.data.problems import Prompt, derive_seed
@@ -28,6 +28,8 @@ from specrl.validation.scores import SetResponses, score_set
 
 SHORTEST = 16  # tokens: the upper end of the first range of lengths; each later range is as long as all before it
 
+SCORING = {"reward", "answer_from", "reward_special_tokens", "reward_on_failure"}  # the fields of `[data]` that score
+
 
 @dataclass(frozen=True)
 class HeldOutSet:
@@ -35,6 +37,14 @@ class HeldOutSet:
     config: Config  # the configuration for answering it, see `config_of_set`
     prompts: list[Prompt]
     settings: ValidationSetConfig
+
+    @property
+    def measure(self) -> str:
+        """See `SetScore.measure`."""
+        config, asked = self.config, [(prompt.id, prompt.answer) for prompt in self.prompts]
+        scoring = config.data.model_dump(mode="json", include=SCORING)
+        others = [section.model_dump(mode="json") for section in (config.sampling, config.environment)]
+        return digest([asked, scoring, *others, self.settings.samples_per_prompt, config.validate_.correct_reward])
 
 
 def held_out_sets(config: Config, source: PromptSource) -> list[HeldOutSet]:
@@ -84,7 +94,8 @@ def answer(
     stats = SpeculationStats.merge(stats for stats, _ in engines)
     saved = stats.num_accepted_tokens / responses.lengths.sum()
     sizes = chosen.settings.pass_sizes
-    return score_set(step, chosen.name, responses, sizes, correct_reward, seconds, 1 - saved), stats
+    rest = sizes, correct_reward, seconds, 1 - saved, chosen.measure
+    return score_set(step, chosen.name, responses, *rest), stats
 
 
 def measure_acceptance(

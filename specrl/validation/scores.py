@@ -35,6 +35,7 @@ def score_set(
     correct_reward: float,
     seconds: float,
     decode_steps_per_token: float,
+    measure: str = "",
 ) -> SetScore:
     """The scores of the policy after `step` steps, with pass@size for `sizes`."""
     num_prompts, k = responses.rewards.shape
@@ -57,6 +58,7 @@ def score_set(
         truncated_fraction=float(responses.truncated.mean()),
         seconds=seconds,
         decode_steps_per_token=decode_steps_per_token,
+        measure=measure,
     )
 
 

@@ -33,7 +33,7 @@ class Validation:
         tracker: Tracker,
         stage_dir: Path,
     ) -> None:
-        self._every, self._best_metric = config.validate_.every, config.best_metric
+        self._every, self.best_metric = config.validate_.every, config.best_metric
         self._ranks, self._engine, self._tracker, self._stage_dir = ranks, engine, tracker, stage_dir
         self._rewards = rewards
         self._sets = held_out_sets(config, source) if self._every else []
@@ -49,7 +49,8 @@ class Validation:
                 if version > step:
                     path.unlink()
             curve = read_curve(self._stage_dir)
-        self.curve = self._ranks.gather(curve)[0]
+        now = {chosen.name: chosen.measure for chosen in self._sets}  # settings may have changed since
+        self.curve = [score for score in self._ranks.gather(curve)[0] if score.measure == now.get(score.set, "")]
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether the policy after `step` RL steps is due for validation and has not been validated yet."""
@@ -82,7 +83,7 @@ class Validation:
 
     def best(self, among: Collection[int] | None = None) -> tuple[int, float] | None:
         """(RL steps, value) of the version that is best by `best_metric`, `among` these or all."""
-        metric = self._best_metric
+        metric = self.best_metric
         if metric is None:
             return None
         values = [(step, metrics[metric]) for step, metrics in self.measured if metric in metrics]

@@ -169,6 +169,7 @@ def test_whole_trainings_take_their_steps_in_turn_and_sample_the_same_tokens(run
     assert "| both | 2 |" in page and "against **plain**" in page
     records = sorted((config.run_dir / "bench" / "run").glob("group-0/cell-1/stage/steps/step=*.json"))
     assert len(records) == 3  # the warm-up is a step, too
+    assert not list(records[0].parents[1].glob("checkpoints/step=*"))  # its time would be that of the step
     metrics = MlflowClient(tracking_uri(config)).get_run(mlflow_run).data.metrics
     assert metrics["speedup/step"] == pytest.approx(both["step_ratio"])
     assert metrics["speedup/end_to_end"] == pytest.approx(both["end_to_end_ratio"])

@@ -42,6 +42,21 @@ def test_tokens_outside_the_mask_do_nothing() -> None:
     assert metrics["entropy"].item() == 2.0
 
 
+def test_a_loss_may_compute_what_is_no_number_outside_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There all of its inputs are 0."""
+
+    def own(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return inputs.advantages / inputs.logprobs, {"inverse": 1 / inputs.logprobs}
+
+    monkeypatch.setattr(LOSSES, "function", lambda _: own)
+    sampled = torch.tensor([-1.0, -2.0], requires_grad=True)
+    rows = torch.zeros(MASK.shape).masked_scatter(MASK, sampled)
+    loss, metrics = policy_loss(rows, ENTROPY, MASK, replace(targets(2.0), advantages=2.0 * MASK), TrainConfig())
+    loss.backward()
+    assert loss.isfinite() and metrics["inverse"].item() == -1.5
+    assert sampled.grad is not None and sampled.grad.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("advantage", "ratio", "moves"), [(1, 1.27, True), (1, 1.29, False), (-1, 0.79, False), (-1, 1.5, True)]
 )

@@ -49,12 +49,12 @@ def config_with(sets: dict[str, Any] | None = None, **sections: Any) -> Config:
     return parse_config({"name": "run", "validate": validate, **sections})
 
 
-def scored(rewards: list[list[float]], correct_reward: float = 1.0, step: int = 4) -> SetScore:
+def scored(rewards: list[list[float]], correct_reward: float = 1.0, step: int = 4, measure: str = "") -> SetScore:
     values = np.array(rewards)
     lengths = np.arange(values.size, dtype=np.int64).reshape(values.shape)
     sizes = ValidationSetConfig(samples_per_prompt=values.shape[1]).pass_sizes
     responses = SetResponses(values, lengths, lengths >= values.size - 1)
-    return score_set(step, "sums", responses, sizes, correct_reward, seconds=1.5, decode_steps_per_token=0.5)
+    return score_set(step, "sums", responses, sizes, correct_reward, 1.5, decode_steps_per_token=0.5, measure=measure)
 
 
 def test_pass_at_k_is_the_share_of_the_draws_that_have_a_right_sample() -> None:
@@ -288,7 +288,7 @@ def test_without_every_nothing_is_validated_and_no_set_is_read(tmp_path: Path) -
 def test_the_best_is_the_first_of_the_highest_or_lowest(tmp_path: Path) -> None:
     rewards = {0: [[0.0], [0.0], [1.0]], 3: [[1.0], [0.0], [1.0]], 6: [[0.0], [1.0], [1.0]], 8: [[0.0], [0.0], [0.0]]}
     for step, found in rewards.items():
-        write_scores(tmp_path, step, [scored(found, step=step)])
+        write_scores(tmp_path, step, [scored(found, step=step, measure=measure_of(config_with({"sums": {}})))])
     for metric, best in (("accuracy", (3, 2 / 3)), ("truncated_fraction", (0, 1 / 3))):
         train = {"num_steps": 8, "best_metric": f"validation/sums/{metric}"}
         config = config_with({"sums": {}}, validate={"every": 3}, train=train)
@@ -297,6 +297,34 @@ def test_the_best_is_the_first_of_the_highest_or_lowest(tmp_path: Path) -> None:
         found_best.restore(8)
         assert found_best.best() == pytest.approx(best)
         assert found_best.best(among=[6, 8]) == pytest.approx((6, 2 / 3 if metric == "accuracy" else 1 / 3))
+
+
+def measure_of(config: Config) -> str:
+    return held_out_sets(config, PromptSource(config, TOKENIZER))[0].measure
+
+
+def test_scores_from_before_a_change_of_what_is_measured_are_not_compared(tmp_path: Path) -> None:
+    before, after = (
+        config_with({"sums": asked}, validate={"every": 3}, train={"num_steps": 8})
+        for asked in ({}, {"num_prompts": 2})
+    )
+    write_scores(tmp_path, 3, [scored([[1.0]], step=3, measure=measure_of(before))])
+    found = validation(after, tmp_path)
+    found.restore(3)
+    assert found.best() is None and not found.measured and due(found) == [0, 3, 6, 8]
+    write_scores(tmp_path, 6, [scored([[0.5]], step=6, measure=measure_of(after))])
+    found.restore(6)
+    assert found.best() == (6, 0.5)
+    assert [score.step for score in read_curve(tmp_path)] == [6]
+    for other in (
+        {"validate": {"correct_reward": 0.5}},
+        {"sampling": {"temperature": 0.5}},
+        {"data": {"reward": "length"}},
+    ):
+        assert measure_of(config_with({"sums": {}}, **other)) != measure_of(before)
+    assert measure_of(config_with({"sums": {}}, train={"num_steps": 9}, engine={"max_num_seqs": 8})) == measure_of(
+        before
+    )
 
 
 def continuation(stage_dir: Path, step: int) -> Continuation:
@@ -347,6 +375,24 @@ def test_training_ends_when_the_metric_says_so(
 ) -> None:
     found = watched(values, **condition)
     assert found == reason or (reason is not None and found is not None and reason in found)
+
+
+@pytest.mark.parametrize("condition", [{"no_gain_for": 2}, {"above": 0.45}])
+def test_a_run_that_ended_early_trains_on_when_it_is_extended(condition: dict[str, Any]) -> None:
+    known = [(step, {"reward/mean": value}) for step, value in enumerate([0.1, 0.5, 0.4, 0.3])]
+    settings = StopConfig.model_validate({"metric": "reward/mean", **condition})
+    ended = EarlyStop(settings, ALONE)
+    ended.restore(known)
+    assert ended.reason is not None  # also where it is started again before all of its results are written
+    extended = EarlyStop(settings, ALONE, begun=3)
+    extended.restore(known)
+    assert extended.reason is None
+    for step, value, ends in ((4, 0.2, False), (5, 0.4, False), (6, 0.4, False), (7, 0.46, "above" in condition)):
+        extended.observe(step, {"reward/mean": value})
+        assert (extended.reason is not None) == ends
+    for step in (8, 9):
+        extended.observe(step, {"reward/mean": 0.2})
+    assert extended.reason is not None
 
 
 def test_early_stop_goes_by_lower_values_where_they_are_better() -> None:

@@ -21,6 +21,7 @@ def main(parent: Connection) -> None:
     ranks = join()
     with Progress(context.stage_dir, enabled=False) as progress:
         trainer = train.build(context, ranks, Tracker())
+        trainer.validation.best_metric = None  # a checkpoint of the best policy would count as time
         first_step = trainer.restore()
         trainer.refit_engine(version=first_step)
         parent.send(None)
