@@ -15,6 +15,7 @@ from slurm.watch import stopped_line, wait
 from specrl.artifacts import RESULT_FILE, point_to, write_text
 from specrl.config import Config, StageName
 from specrl.context import StageContext
+from specrl.events import read_events
 from specrl.keys import INPUTS, code_digest, named_files, run_keys
 from specrl.lifetime.segments import end_segment, last_recorded_step, read_segments
 from specrl.lineage.record import Continuation, RunRecord, new_run_id, read_record, write_record
@@ -71,7 +72,6 @@ def run_stage(run: Run, stage: StageName, *, entry: str | None = None) -> Path:
         point_to(run_dir / "rollouts", folder / "rollouts")
     cached = (folder / RESULT_FILE).exists()
     if not cached:
-        start = run.record.start_of(stage)
         context = StageContext(
             config=run.config,
             stage=stage,
@@ -79,20 +79,20 @@ def run_stage(run: Run, stage: StageName, *, entry: str | None = None) -> Path:
             stage_dir=folder,
             inputs={name: folders[name] for name in INPUTS[stage]},
             mlflow_run_id=run.mlflow_run_id,
-            continues=start and start.in_run(run_dir),
+            continues=(start := run.record.start_of(stage)) and start.in_run(run_dir),
             device_bytes=device_bytes(run.config, stage),
         )
         try:
-            code = run.record.code_dir(run_dir)
-            work(context, entry or f"specrl.stages.{stage}:main", code, run.reporter, stage)
+            work(context, entry or f"specrl.stages.{stage}:main", run.record.code_dir(run_dir), run.reporter, stage)
         except KeyboardInterrupt:  # if another signal ends the flow, the job continues and can be found again
             if (job := find(JobKey(run.config, context.key))) is not None:
                 run.reporter.note(f"{stage}: {_cancel(job, folder, run.config)}")
             raise
     if stage == "export":
         point_to(run_dir / "export", folder)
-    job_id = job_id_of(run_dir, folder.name)
-    run.reporter.finished(stage, seconds_of(folder) or 0.0, job_id, before=cached)
+    run.reporter.finished(stage, seconds_of(folder) or 0.0, job_id_of(run_dir, folder.name), before=cached)
+    for text in (event.text for event in read_events(folder) if event.kind == "data"):
+        run.reporter.note(f"{stage}: {text}")
     return folder
 
 

@@ -33,10 +33,10 @@ def reward(
     config = load(config_path, None, overrides)
     trial = try_reward(config, _read(response), problem, _tokenizer(config))
     if json_path == "-":
-        print_json(trial.values())
+        print_json(vars(trial))
     else:
         if json_path is not None:
-            write_json(Path(json_path), trial.values())
+            write_json(Path(json_path), vars(trial))
         for line in trial.lines():
             print(line)
     if trial.error is not None:

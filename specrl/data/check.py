@@ -16,8 +16,11 @@ PATIENCE_S = 5.0  # for drawing each held-out set; beyond that, `prepare` checks
 
 def empty_and_right(config: Config) -> tuple[Trial, Trial]:
     """Score an empty response and the reference answer of the first problem with the run's reward."""
-    (problem,) = make_problems(config, fit_all).draw("train", 0, 1)
-    return try_reward(config, "", 0), try_reward(config, close_thoughts(config.data.template, problem.demonstration), 0)
+    (problem,), template = make_problems(config, fit_all).draw("train", 0, 1), config.data.template
+    empty, right = (try_reward(config, text, 0) for text in ("", close_thoughts(template, problem.demonstration)))
+    if right.score == empty.score:  # the reward may want the answer alone
+        right = try_reward(config, close_thoughts(template, problem.answer), 0)
+    return empty, right
 
 
 def check_data(config: Config) -> None:

@@ -39,9 +39,7 @@ class Rendering:
         self._ends_texts = tokenizer("a", verbose=False)["input_ids"][-1:] == [tokenizer.eos_token_id]
         check_template(self._template)
         if self._template == CHAT and not tokenizer.chat_template:
-            raise ConfigError(
-                'data.template = "chat": the tokenizer has no chat template; give a format string instead'
-            )
+            raise ConfigError('data.template = "chat": the tokenizer has no chat template; give a format string')
         self._system, self._arguments = config.data.system_prompt, config.data.chat_template_kwargs
         check_chat_template(str(tokenizer.chat_template or ""), self._arguments)
 

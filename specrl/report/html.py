@@ -98,8 +98,7 @@ def _bubble_charts(steps_dir: Path) -> list[Chart]:
     ]
     metrics = {record["step"]: record["metrics"] for record in records}
     shares = [(step, row["bubble/used_s"] / (row["bubble/idle_s"] or math.inf)) for step, row in metrics.items()]
-    line = line_chart({"": shares}, "RL step", "seconds, used and idle")
-    return [*pictures, Chart("Use of idle time", line)]
+    return [*pictures, Chart("Use of idle time", line_chart({"": shares}, "RL step", "share of idle seconds used"))]
 
 
 def read_columns(rollouts_dir: Path) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]:

@@ -58,7 +58,7 @@ def line_chart(
             axes.axvline(place, color="#888888", linestyle=MARK_STYLES[index % len(MARK_STYLES)], label=words)
         axes.set(xlabel=x_label, ylabel=y_label, ylim=(min(0.0, axes.dataLim.y0), None))
         whole = all(point[0] == int(point[0]) for points in series.values() for point in points)
-        axes.xaxis.get_major_locator().set_params(integer=whole)
+        axes.xaxis.get_major_locator().set_params(integer=whole, min_n_ticks=1)
 
     return draw(paint, [*filter(None, series), *marks.values()])
 

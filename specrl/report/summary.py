@@ -167,7 +167,7 @@ def render_summary(run_dir: Path, console: Console | None = None) -> None:
         print_table(*table, console)
     if (serving := exported(found)) is not None:
         drafter_dir, command = serving
-        print_line(f"drafter: {drafter_dir}\nserve it with the policy:\n  {command}", console)
+        print_line(f"drafter: {drafter_dir}\nserve both: specrl serve-model {run_dir}, that is\n  {command}", console)
 
 
 class SummaryTable(NamedTuple):
@@ -193,7 +193,8 @@ def summary_tables(found: Results) -> list[SummaryTable]:
 
 def event_table(found: Results) -> SummaryTable:
     """The table of what happened in the stages, in order."""
-    rows = [(event["stage"], str(event["step"]), event["kind"], event["text"]) for event in found.events]
+    names = ("stage", "step", "kind", "text")
+    rows = [["" if event[name] is None else str(event[name]) for name in names] for event in found.events]
     return SummaryTable("Events", ("stage", ">step", "kind", "what"), rows)
 
 

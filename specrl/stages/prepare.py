@@ -46,6 +46,7 @@ def main(context: StageContext) -> None:
     policy_dir = context.stage_dir / "policy"
     base_dir = context.stage_dir / "base" if warm or start is not None else policy_dir
     with stage_rank(context) as (ranks, tracker, progress):
+        progress.update(0, 1, phase="writing of the base model")
         with logs.phase("writing of the base model"):
             if ranks.is_first:
                 check_model_fits_method(config, materialise_model(config.model, config.seed, base_dir))
@@ -56,12 +57,10 @@ def main(context: StageContext) -> None:
             draw_first(source, config, base_dir, (ranks.rank, ranks.world_size))
             ranks.barrier()
         found = source.check()
-        notes = found.notes
         if ranks.is_first and config.data.source == "file" and config.environment.name is None:
-            asks = config.data.reward_network or not is_built_in(config.data)
-            count = OWN_REFERENCES if asks else REFERENCES
-            notes = [*notes, *doubtful_references(config, source.demonstrations(count))]
-        for line in notes if ranks.is_first else []:
+            count = OWN_REFERENCES if config.data.reward_network or not is_built_in(config.data) else REFERENCES
+            found.notes.extend(doubtful_references(config, source.demonstrations(count)))
+        for line in found.notes if ranks.is_first else []:
             logger.warning(line)
             record_event(context.stage_dir, "data", line)
         tracker.log_params({"data_prompts_seen": found.seen, "data_prompts_overlong": found.overlong})

@@ -73,6 +73,7 @@ def main(context: StageContext) -> None:
             changes = changes_by_step(context.stage_dir)
             words = "; ".join(f"step {step}: {', '.join(texts)}" for step, texts in changes.items())
             tracker.log_tags({"specrl.continues": context.continues.words, "specrl.changes": words})
+        progress.update(0, 1, phase="loading of policy and engine")
         trainer = build(context, ranks, tracker)
         first_step = trainer.restore()
         policy_dir = context.input("prepare", PrepareResult).policy_dir

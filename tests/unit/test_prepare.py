@@ -14,6 +14,7 @@ from specrl.artifacts import PrepareResult, read_result
 from specrl.config import ConfigError, RewardPart, parse_config
 from specrl.context import StageContext
 from specrl.events import read_events
+from specrl.progress import read_progress
 from specrl.stages import prepare
 
 SETTINGS: dict[str, Any] = {
@@ -36,8 +37,10 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StageContext:
     return StageContext(config, "prepare", "prepare-0", tmp_path / "prepare-0", inputs={}, mlflow_run_id="")
 
 
-def test_prepare_says_what_is_odd_about_the_data(context: StageContext) -> None:
+def test_prepare_says_what_it_does_and_what_is_odd_about_the_data(context: StageContext) -> None:
     prepare.main(context)
+    progress = read_progress(context.stage_dir)
+    assert progress is not None and progress.message == "writing of the base model"
     result = read_result(context.stage_dir, PrepareResult)
     assert (result.prompts_seen, result.prompts_overlong) == (41, 6)
     repeated, overlong = read_events(context.stage_dir)

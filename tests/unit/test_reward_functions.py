@@ -16,7 +16,8 @@ import torch
 from typer.testing import CliRunner
 
 from flows.cli import app
-from specrl.config import Config, ConfigError, DataConfig
+from specrl.config import Config, ConfigError, DataConfig, load_config
+from specrl.data.check import empty_and_right
 from specrl.data.files import read_problems
 from specrl.data.problems import Counts, Problem, Prompt, fit_all
 from specrl.data.rewards.functions import judge, make_rewards
@@ -258,6 +259,18 @@ def test_references_that_no_response_can_match_are_counted(tmp_path: Path) -> No
     assert line.startswith("1 of the 3 references looked at do not earn 1 by data.reward = 'math_verify'")
     assert line.endswith("the first one: '6'") and "\n" not in line
     assert doubtful_references(Config.model_validate(values), found[:2]) == []
+
+
+def test_a_reward_of_the_users_may_want_the_answer_alone(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Q{row}", "answer": str(row)} for row in range(3)]
+    config = load_config(config_file(tmp_path, "rewards_of_users:boolean", rows))
+    stated = [(Prompt(0, answer, [], answer), f"Answer: {answer}") for answer in ("5", "6")]
+    assert doubtful_references(config, stated) == []
+    empty, right = empty_and_right(config)
+    assert (empty.score, right.score) == (0.0, 1.0)
+    thoughtful = Prompt(0, "Q\n<think>\n", [], "7")
+    [line] = doubtful_references(config, [*stated, (thoughtful, "</think>\nAnswer: 7")])
+    assert line.startswith("1 of the 3 references looked at do not earn 1")
 
 
 def test_a_reward_that_fails_is_said_once_and_by_the_exit_code(tmp_path: Path) -> None:

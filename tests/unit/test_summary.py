@@ -384,6 +384,7 @@ def test_the_page_draws_rollouts_and_results_and_needs_nothing_else(tmp_path: Pa
     assert rewards.tolist() == [0.0, 0.0, 0.25, 0.5, 0.5, 1.0]
     assert lengths.tolist() == [5, 9, 6, 9, 7, 9]
     record_event(run_dir / "stages" / TRAIN_KEY, "settings", "policy.lr = 1e-05 -> 2e-05", 2)
+    record_event(run_dir / "stages" / TRAIN_KEY, "restart", "outside any step")
     page = write_report(run_dir).read_text()
     assert page.count("<svg") == 3
     assert "policy.lr = 1e-05 -&gt; 2e-05" in page
@@ -393,4 +394,5 @@ def test_the_page_draws_rollouts_and_results_and_needs_nothing_else(tmp_path: Pa
     assert "<td>accuracy, held out</td><td>30.0% -&gt; 50.0% (128 prompts)</td>" in page
     assert '<td>train</td><td class="number">240</td>' in page
     assert '<td>train</td><td class="number">2</td><td>settings</td>' in page
+    assert '<td>train</td><td class="number"></td><td>restart</td>' in page
     assert "<pre>" not in page and "vllm serve" in page

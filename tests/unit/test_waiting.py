@@ -35,11 +35,13 @@ from slurm.backend import (
 from slurm.failures import explain
 from slurm.slurm_backend import SlurmJob
 from slurm.watch import wait
+from specrl.artifacts import RESULT_FILE, write_json
 from specrl.config import Config, parse_config
 from specrl.context import StageContext
+from specrl.events import record_event
 from specrl.lifetime.segments import begin_segment, end_segment, read_segments
 from tasks.display import Reporter, make_reporter
-from tasks.run import cancel_jobs, end_jobs, work
+from tasks.run import Run, begin, cancel_jobs, end_jobs, run_stage, work
 
 MINUTE = 60.0
 
@@ -329,6 +331,22 @@ def test_a_job_that_is_submitted_while_all_are_cancelled_is_cancelled_and_the_la
     assert all(isinstance(cell.exception(), JobError | StoppedError) for cell in cells)
     (job,) = SlowScheduler.jobs.values()
     assert job.cancelled
+
+
+def test_what_prepare_noticed_about_the_rows_is_said_before_training(config: Config) -> None:
+    config.run_dir.mkdir(parents=True)
+    write_config(config)
+    said = StringIO()
+    run = Run(config, begin(config), "", Reporter(Console(file=said, soft_wrap=True)))
+    folder = config.run_dir / "stages" / run.record.stage_keys["prepare"]
+    write_json(folder / RESULT_FILE, {"seconds": 3.0})
+    record_event(folder, "data", "7 of the 9 references looked at do not earn 1")
+    record_event(folder, "restart", "nothing about rows")
+    assert run_stage(run, "prepare") == folder
+    assert said.getvalue().splitlines() == [
+        "prepare    finished before: 0:03",
+        "prepare: 7 of the 9 references looked at do not earn 1",
+    ]
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from specrl.tracking.log import Log, Sent
 from specrl.tracking.runs import finish_parent_run, stage_run, start_parent_run
 from specrl.tracking.tracker import Tracker
 from specrl.tracking.weights_biases import ID_FILE, LOCK_FILE, WandbSending, check_wandb, send_to_wandb
+from tests.wandb_server import wandb_server
 
 KEY = "train-0123456789ab"
 
@@ -176,6 +177,34 @@ def test_a_server_that_is_away_costs_only_what_is_sent_later(config: Config, mon
     assert Sent(log, "wandb").waits()
     assert WandbSending(config, log).close() is None
     assert [rows(file) for file in records(config)] == [[{"step": 1, "reward/mean": 0.5}]]
+
+
+def test_online_each_metric_arrives_once_at_one_run_however_many_processes_send_it(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    online = config.model_copy(update={"tracking": config.tracking.model_copy(update={"wandb": "online"})})
+    log = Log(config.run_dir / "stages" / KEY)
+    tracker = Tracker(log)
+    tracker.start("train", {})
+    with wandb_server() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        sending = WandbSending(online, log)
+        tracker.log_metrics({"reward/mean": 0.25}, step=3)
+        assert sending.close() is None
+        (log.folder / "sent-wandb.json").unlink()  # as if it had been killed before it noted what arrived
+        sending = WandbSending(online, log)
+        tracker.log_metrics({"reward/mean": 0.5}, step=4)
+        tracker.end("FAILED")
+        assert sending.close() is None
+        assert send_to_wandb(online, [log.owner]) == []
+    [(name, run)] = server.runs.items()
+    assert name == (log.folder / ID_FILE).read_text()
+    assert run.rows() == [{"step": 3, "reward/mean": 0.25}, {"step": 4, "reward/mean": 0.5}]
+    assert run.exit_codes == [0, 1] and len(server.keys) == 1
+    assert [run.settings[name] for name in ("project", "groupName", "jobType", "displayName")] == [
+        *("specrl", "one", "train", KEY),
+    ]
 
 
 @pytest.mark.parametrize("link", ["wandb", "tracking", "tracking/wandb"])

@@ -6,15 +6,16 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from specrl.config import Config, ConfigError
+from specrl.data.answers import close_thoughts
 from specrl.data.held_out import make_problems
 from specrl.data.problems import Prompt, fit_all
 from specrl.data.rendering import CHAT, Rendering, check_template
-from specrl.data.rewards.functions import of_references, shortened
+from specrl.data.rewards.functions import is_built_in, of_references, shortened
 from specrl.data.rewards.pool import FailureTally, RewardError, RewardPool, Scores, describe
 
 SHOWN = 400  # characters of a problem
@@ -30,20 +31,16 @@ class Trial:
     error: str | None  # why the reward failed
     seconds: float  # without importing the reward
 
-    def values(self) -> dict[str, Any]:
-        return asdict(self)
-
     def lines(self) -> list[str]:
         """The lines for a terminal, with control characters escaped."""
         parts = [f"{name} {'none' if value is None else format(value, 'g')}" for name, value in self.parts.items()]
-        failed = [] if self.error is None else [f"failed: the reward {self.error}"]
         return [
             f"problem {self.problem}: {shortened(self.question, SHOWN)}",
             f"answer: {shortened(self.answer, SHOWN)}",
             f"score: {'none, it leaves the response out,' if self.score is None else format(self.score, 'g')} in "
             f"{self.seconds:.3f} s",
             *([f"parts: {', '.join(parts)}"] if parts else []),
-            *failed,
+            *([] if self.error is None else [f"failed: the reward {self.error}"]),
         ]
 
 
@@ -51,10 +48,9 @@ def try_reward(config: Config, response: str, number: int, tokenizer: Any = None
     """Score a response to a training problem, given by number; a chat template needs the policy's tokenizer."""
     check_template(config.data.template)
     problem = make_problems(config, fit_all).draw("train", number, 1)[0]
-    question, template = problem.question, config.data.template
-    text = question if template == CHAT else template.format(prompt=question)
+    text = problem.question if config.data.template == CHAT else config.data.template.format(prompt=problem.question)
     if tokenizer is not None:
-        text = Rendering(config, tokenizer).text(question, problem.context)
+        text = Rendering(config, tokenizer).text(problem.question, problem.context)
     prompt = Prompt(0, text, [], problem.answer, problem.metadata)
     with closing(RewardPool(config.data, environment=config.environment.name)) as pool:
         pool.wait_until_ready()
@@ -73,10 +69,13 @@ def try_reward(config: Config, response: str, number: int, tokenizer: Any = None
 def doubtful_references(config: Config, demonstrations: Sequence[tuple[Prompt, str]]) -> list[str]:
     """Lines about references that, stated verbatim, make the reward fail or earn less than full reward."""
     found = list({(prompt.text, prompt.answer): (prompt, text) for prompt, text in demonstrations}.values())
+    right = of_references(config.data)
     with closing(RewardPool(config.data)) as pool:
         scores = _scored(pool, found)
-    right = of_references(config.data)
-    lost = [prompt.answer for (prompt, _), reward in zip(found, scores.rewards, strict=True) if reward != right]
+        lost = [prompt for (prompt, _), reward in zip(found, scores.rewards, strict=True) if reward != right]
+        if not is_built_in(config.data):  # a user's reward may want the answer alone
+            alone = _scored(pool, [(prompt, close_thoughts(prompt.text, prompt.answer)) for prompt in lost]).rewards
+            lost = [prompt for prompt, reward in zip(lost, alone, strict=True) if reward != right]
     failures = FailureTally.of(scores.failures)
     lines = [f"data.reward = {config.data.reward_words!r}: {describe(failures, len(found))}"] if failures.count else []
     if not lost:
@@ -88,7 +87,7 @@ def doubtful_references(config: Config, demonstrations: Sequence[tuple[Prompt, s
         f"{len(lost)} of the {len(found)} references looked at do not earn {right:g} by data.reward = "
         f"{config.data.reward_words!r} when they are stated as the answer: no response can be right, or the reward "
         f"asks for another form{f' (mean of its parts: {means})' if means else ''}; the first one: "
-        f"{shortened(lost[0])!r}",
+        f"{shortened(lost[0].answer)!r}",
     ]
 
 
