@@ -25,8 +25,7 @@ from specrl.bench.rollouts.rounds import rounds_of
 from specrl.bench.spread import Spread, order_of, ratios
 from specrl.bench.subject import Subject
 from specrl.config import Config, ConfigError, SpeculationConfig, dump_config, parse_config
-from specrl.report.gantt import gantt
-from specrl.report.plots import line_chart
+from specrl.report.plots import gantt, line_chart
 from specrl.rollout.requests import Request
 from specrl.timeline import Bubble, RankTimeline, rank_spans
 

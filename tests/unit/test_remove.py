@@ -69,7 +69,9 @@ def test_a_run_that_is_worked_on_stays(
         assert rm(config, "--yes") == 2
     assert "already being worked on by process" in capsys.readouterr().err
     monkeypatch.setenv("DUMMY_PREPARE", "hold")
-    context = StageContext(config, "prepare", record.stage_keys["prepare"], config.run_dir / "stages" / "prepare", {})
+    context = StageContext(
+        config, "prepare", record.stage_keys["prepare"], config.run_dir / "stages" / "prepare", {}, ""
+    )
     job = attach_or_submit(context, "tests.slurm.dummy_stage:main", record.code_dir(config.run_dir))
     assert job is not None
     try:
