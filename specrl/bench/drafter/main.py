@@ -16,13 +16,12 @@ import torch
 
 from specrl.artifacts import write_text
 from specrl.bench.cells import Cell
-from specrl.bench.job import BenchJob, say
+from specrl.bench.job import BenchJob, Subject, say
 from specrl.bench.options import DrafterOptions, RunOptions
 from specrl.bench.pages import titled
 from specrl.bench.rollouts.engines import GPU_SHARE
 from specrl.bench.rollouts.rounds import ACCEPTANCE, RATE, Variant, measure, rows_of, write_rounds
 from specrl.bench.run import main as run
-from specrl.bench.subject import Subject
 from specrl.config import Config, ConfigError
 from specrl.data.files import read_requests
 from specrl.data.problems import Prompt, derive_seed
