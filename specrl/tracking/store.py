@@ -79,11 +79,7 @@ def tracking_uri(config: Config) -> str:
 
 
 def uri_of_environment() -> str | None:
-    """The value of MLFLOW_TRACKING_URI, if any, in the form of `tracking.uri`.
-
-    Raises:
-        ConfigError: It is not valid for the setting.
-    """
+    """The value of MLFLOW_TRACKING_URI, if any, in the form of `tracking.uri`."""
     given = os.environ.get(URI_VARIABLE)
     try:
         return checked_uri(given) if given else None
