@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shlex
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -14,16 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import specrl
-from specrl.artifacts import digest
 from specrl.config import Config, ConfigError, dump_config
-from specrl.config.text import redacted
 from specrl.context import StageContext
 from specrl.data.formats.places import files_of
-from specrl.keys import flat_settings, named_files
+from specrl.keys import flat_settings
 from specrl.lifetime import LeftJobError
 from specrl.lineage.record import code_of, read_record
-from specrl.processes import output_of
+from specrl.lineage.source import source_tags
 from specrl.tracking.log import Entry, Log, Sent
 from specrl.tracking.store import (
     DeletedError,
@@ -48,7 +43,6 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 NOTE_TAG, ERROR_TAG = "mlflow.note.content", "specrl.error"
 RESPONSES_FILE = "responses.json"  # the artifact with a table of responses
-GIT_SECONDS = 10
 ODD = re.compile(r"[^\w\-. /]")  # characters not allowed in names of metrics
 STAGE_PATIENCE_SECONDS, FLOW_PATIENCE_SECONDS, RESUME_PATIENCE_SECONDS = 10.0, 60.0, 10.0
 """How long to wait for an unreachable store: at the end of a stage, at the end of the flow, and at its start."""
@@ -87,47 +81,6 @@ def start_parent_run(config: Config, description: str = "") -> str:
     if (run_id := run_id_of(config.run_dir)) is None:
         raise ConfigError(f"MLflow does not create a run of {config.name}; the log says why")
     return run_id
-
-
-def source_tags(config: Config) -> dict[str, str]:
-    """Tags for the user, the command (without secrets) and the code's git revision.
-
-    Call this where the run is started: jobs and resumed runs import a copy of the code without a revision.
-    """
-    command = shlex.join([Path(sys.argv[0]).name, *map(redacted, sys.argv[1:])])
-    record = read_record(config.run_dir)
-    tags = {
-        "mlflow.source.name": command,
-        "mlflow.source.type": "LOCAL" if config.cluster.backend == "local" else "JOB",
-        "mlflow.user": os.environ.get("USER") or str(os.getuid()),
-        "specrl.host": os.uname().nodename,
-        **{f"specrl.data.{name}": value for name, value in data_digests(config).items()},
-        **({"specrl.origin": record.origin.words} if record is not None and record.origin is not None else {}),
-    }
-    return tags | git_tags(Path(specrl.__file__).parents[1])
-
-
-def git_tags(root: Path) -> dict[str, str]:
-    """The revision of a git checkout, and whether files were changed; empty if `root` is no checkout."""
-    git = partial(output_of, "git", "-C", str(root), seconds=GIT_SECONDS)
-    commit, folder = git("rev-parse", "HEAD"), git("rev-parse", "--show-toplevel")
-    if not commit or not folder or Path(folder).resolve() != root.resolve():
-        return {}  # such as a run's copy of the code inside some other checkout
-    changed = git("status", "--porcelain", "--untracked-files=no")
-    return {
-        "mlflow.source.git.commit": commit,
-        "mlflow.source.git.branch": git("rev-parse", "--abbrev-ref", "HEAD") or "",
-        "specrl.code.changed": "unknown" if changed is None else str(bool(changed)).lower(),
-    }
-
-
-def data_digests(config: Config) -> dict[str, str]:
-    """A digest of each data file, or of the section `data` if prompts come from generators."""
-    named = named_files(config)
-    found = {"training": named.get("data.path"), "validation": named.get("data.validation_path")}
-    if any(found.values()):
-        return {name: content for name, content in found.items() if content is not None}
-    return {"training": digest(config.settings["data"])}
 
 
 def _replace_deleted(config: Config) -> str:

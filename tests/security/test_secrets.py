@@ -22,7 +22,7 @@ from specrl.artifacts import Artifact, write_result
 from specrl.config import Config, ConfigError, parse_config
 from specrl.config.text import redacted, secret_name
 from specrl.context import StageContext
-from specrl.tracking.runs import source_tags
+from specrl.lineage.source import source_tags
 
 VALUE = "s3cret-of-this-test"
 
