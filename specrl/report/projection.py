@@ -10,7 +10,7 @@ from specrl.config import STAGES, Config, StageName
 from specrl.projection.budgets import Budget
 from specrl.projection.memory import MARGIN
 from specrl.projection.plan import Plan
-from specrl.projection.simulator.choices import Choice, assumptions, choices
+from specrl.projection.simulator.choices import Choice, assumptions, choices, ideas
 from specrl.projection.simulator.engine import Efficiency
 from specrl.projection.simulator.published import PublishedRow, mean_error
 from specrl.projection.simulator.step import StepModel
@@ -109,6 +109,14 @@ def print_choices(name: str, model: StepModel, rates: Sequence[float], num_steps
     """Print the times and gains of each draft length and each use of idle time, and the assumptions."""
     title = f"Simulated steps of {name} on {model.gpus} {model.engine.hardware.name}, engines of {model.engine.gpus}"
     print_table(title, CHOICE_COLUMNS, [_cells(item, model.gpus, num_steps) for item in choices(model, rates)])
+    none, alone, together = ideas(model, rates)
+    plain, best = (min(time.total for time in times.values()) for times in (none, alone))
+    rows = []
+    for idea, time in {**none, **alone, **together}.items():
+        speedups = (f"{other / time.total:.2f}" for other in (plain, best))
+        rows.append((idea, f"{time.generation:.1f}", f"{time.total:.1f}", *speedups))
+    columns = ("idea", ">generation, s", ">step, s", ">step speedup", ">over the best alone")
+    print_table("Each idea alone, and together", columns, rows)
     for line in assumptions(model, rates):
         print_line(f"assumed: {line}")
 

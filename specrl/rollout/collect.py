@@ -9,7 +9,7 @@ from typing import Any
 from specrl.config import Config
 from specrl.data.problems import Prompt
 from specrl.data.rewards.pool import RewardPool, Scores
-from specrl.rollout.conversations import converse, rewarded_text
+from specrl.rollout.conversations import converse, open_conversations, rewarded_text
 from specrl.rollout.engine import Engine, Generation, Request, Response, response_seed
 from specrl.schemas import Rollout
 
@@ -38,13 +38,13 @@ class Unscored:
     _wait: Callable[[], Scores]
 
     def scored(self) -> tuple[list[Rollout], Scores]:
-        """Wait for the rewards; all are 0 if nobody reads them.
+        """Wait for the rewards: all 0 if nobody reads them, NaN for a response that its reward leaves out.
 
         Raises:
             RewardError: The reward cannot be imported, or too many of its processes have died.
         """
         responses = self.generation.responses
-        scores = self._wait().in_groups([prompt.id for prompt, *_ in self._asked])
+        scores = self._wait()
         rollouts: list[Rollout] = []
         rows = zip(self._asked, responses, scores.rewards, scores.parts, strict=True)
         for (prompt, sample, request, stored), response, reward, parts in rows:
@@ -81,16 +81,36 @@ class Unscored:
         return rollouts, scores
 
 
+Asked = tuple[Prompt, int]
+"""A prompt, and the number of the response among those to it."""
+
+
+def deal(prompts: Sequence[Prompt], samples: int, engine: int, num_engines: int) -> list[Asked]:
+    """One engine's share of `samples` responses to each prompt, in the order of prompts.
+
+    Responses, not prompts, are dealt in turn: those to one prompt have similar lengths, so that an engine with all of
+    them would often finish long after the others.
+    """
+    asked = [(prompt, sample) for prompt in prompts for sample in range(samples)]
+    return asked[engine::num_engines]
+
+
+def open_asked(engine: Engine, asked: Sequence[Asked], config: Config, rewards: RewardPool | None) -> list[Asked]:
+    """The same with each prompt as `open_conversations` opens it."""
+    distinct = {prompt.id: prompt for prompt, _ in asked}
+    opened = dict(zip(distinct, open_conversations(engine, [*distinct.values()], config, rewards), strict=True))
+    return [(opened[prompt.id], sample) for prompt, sample in asked]
+
+
 def collect(
     engine: Engine,
-    prompts: Sequence[Prompt],
-    samples_per_prompt: int,
+    wanted: Sequence[Asked],
     config: Config,
     rewards: RewardPool | None,
     origin: Origin,
     **options: Any,
 ) -> Unscored:
-    """Sample `samples_per_prompt` responses to each prompt; groups stay together, in prompt order.
+    """Sample the wanted responses.
 
     Each response is sent to its reward as soon as it is finished. With an environment each is a conversation, which
     begins with a prompt of `open_conversations`. The rollouts are a pure function of policy, run seed, step, prompt and
@@ -99,7 +119,6 @@ def collect(
     Args:
         rewards: The pool that computes the rewards; None if nobody reads them, or another rank of the engine has it.
     """
-    wanted = [(prompt, sample) for prompt in prompts for sample in range(samples_per_prompt)]
     requests = [make_request(prompt, sample, config, origin) for prompt, sample in wanted]
     stored = [engine.stored_for(request) for request in requests]
     asked = [(*place, request, texts) for place, request, texts in zip(wanted, requests, stored, strict=True)]

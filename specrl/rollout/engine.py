@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from numpy.typing import NDArray
@@ -355,11 +356,21 @@ class Engine(VllmEngine):
             assert self.drafting is not None
             own = [self.drafting.texts.own(asked.prompt_tokens, asked.seed) for asked in requests]
             read_ahead(self, prompts, params, dict(enumerate(own)), begun, self.stop_tokens)
-        for prompt, request, asked in zip(prompts, begun, params, strict=True):
+        for index in self._longest_first(prompts):
+            asked, request = params[index], begun[index]
             asked.max_tokens -= len(request.tokens)
             if request.finish_reason is None:
-                self.add(prompt, asked, request)
+                self.add(prompts[index], asked, request)
         return begun
+
+    def _longest_first(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        # If not all requests fit at once, a long one that begins last runs alone at the end.
+        if self.drafting is None:
+            return list(range(len(prompts)))
+        found = [self.drafting.texts.longest(prompt) for prompt in prompts]
+        usual = fmean([length for length in found if length is not None] or [0])
+        lengths = [usual if length is None else length for length in found]
+        return sorted(range(len(prompts)), key=lambda index: -lengths[index])
 
     @contextmanager
     def _generation(

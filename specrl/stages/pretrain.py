@@ -18,8 +18,7 @@ from specrl.distributed import Ranks
 from specrl.lineage.record import Continuation
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
-from specrl.rollout.collect import Origin, Unscored, collect
-from specrl.rollout.conversations import open_conversations
+from specrl.rollout.collect import Origin, Unscored, collect, deal, open_asked
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout, read_rollouts, rollout_path, write_rollouts
 from specrl.stages.rank import stage_rank
@@ -41,7 +40,7 @@ def main(context: StageContext) -> None:
     with stage_rank(context) as (ranks, tracker, progress):
         rollouts_dir = context.stage_dir / "rollouts"
         own = answer_prompts(context, ranks, rollouts_dir, progress)
-        rollouts = RolloutBatch.gather(ranks, own)
+        rollouts = RolloutBatch.gather(ranks, own, data=context.config.data)
         drafter_dir = context.stage_dir / "drafter" if context.config.speculation.draft_method.has_weights else None
         metrics: dict[str, float] = {}
         start = context.continues
@@ -107,11 +106,10 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
         engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False, alone=True)
 
     def answer(config: Config, prompts: list[Prompt], rewards: RewardPool | None, purpose: str, phase: str) -> Unscored:
-        opened = open_conversations(engine, prompts[own::engines], config, rewards)
+        asked = open_asked(engine, deal(prompts, config.drafter.samples_per_prompt, own, engines), config, rewards)
         origin = Origin(derive_seed(config.seed, purpose), step=0, rank=ranks.rank)
-        count = config.drafter.samples_per_prompt
         on_progress = partial(progress.update, unit="response", phase=phase)
-        return collect(engine, opened, count, config, rewards, origin, on_progress=on_progress)
+        return collect(engine, asked, config, rewards, origin, on_progress=on_progress)
 
     with logs.phase("generation"):
         rollouts, scores = answer(config, prompts, rewards, "pretrain", "answering task prompts").scored()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specrl.algorithms.advantages import group_advantages, groups_with_signal
-from specrl.config import Config
+from specrl.config import Config, DataConfig
 from specrl.config.algorithms import ADVANTAGES
+from specrl.data.rewards.functions import weighted
 from specrl.distributed import Ragged, Ranks, Route, deliver, gather_columns
 from specrl.schemas import Rollout
 
@@ -52,16 +54,18 @@ class RolloutBatch:
         *,
         engine_size: int = 1,
         prompt_places: Mapping[int, int] | None = None,
-        part_names: Sequence[str] = (),
+        data: DataConfig | None = None,
     ) -> RolloutBatch:
         """Gather the scalars of all engines' rollouts (collective); each engine has `engine_size` ranks.
 
         They are ordered by `prompt_places`, which is by prompt id, or else by rank; an engine's first rank contributes
-        its rollouts. `part_names` are those of `data.reward`.
+        its rollouts. With `data`, rewards have the parts of `data.reward`, and what is left out (NaN) becomes the mean
+        of its group, which gives no advantage, or 0 if the group has none.
         """
         speaks = ranks.rank % engine_size == 0
         own = rollouts if speaks else []
-        parts = {name: np.array([(row.reward_parts or {})[name] for row in own], np.float64) for name in part_names}
+        names = data.part_names if data is not None else ()
+        parts = {name: np.array([(row.reward_parts or {})[name] for row in own], np.float64) for name in names}
         columns, origin = gather_columns(ranks, {**_numbers(own), **{f"part {name}": parts[name] for name in parts}})
         order = np.arange(len(origin))
         if prompt_places is not None:
@@ -73,7 +77,7 @@ class RolloutBatch:
         number_of = np.argsort(order)[gathered]
         held = {int(number): rollout for number, rollout in zip(number_of, rollouts, strict=True)}
         reward_parts = {name: columns.pop(f"part {name}")[order] for name in parts}
-        return cls(
+        batch = cls(
             **{name: column[order] for name, column in columns.items()},
             reward_parts=reward_parts,
             kl=np.zeros(len(order)),
@@ -82,6 +86,25 @@ class RolloutBatch:
             engine_size=engine_size,
             held=dict(sorted(held.items())),
         )
+        if data is not None and np.isnan(batch.rewards).any():
+            batch._fill_left_out(data.part_weights)
+        return batch
+
+    def _fill_left_out(self, weights: Sequence[float]) -> None:
+        left_out = np.isnan(self.rewards)
+        columns = [*self.reward_parts.values()] or [self.rewards]
+        for column in columns:
+            for prompt in np.unique(self.prompt_ids[np.isnan(column)]):
+                group = self.prompt_ids == prompt
+                known = column[group & ~np.isnan(column)].tolist()
+                mean = known[0] if len({*known}) == 1 else fmean(known or [0.0])  # exact where all are equal
+                column[group & np.isnan(column)] = mean
+        if self.reward_parts:
+            rows = zip(*(column[left_out].tolist() for column in columns), strict=True)
+            self.rewards[left_out] = [weighted(weights, row) for row in rows]
+        for number, rollout in self.held.items():
+            rollout.reward = float(self.rewards[number])
+            rollout.reward_parts = {name: float(part[number]) for name, part in self.reward_parts.items()} or None
 
     def __len__(self) -> int:
         return len(self.prompt_ids)

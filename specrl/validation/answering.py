@@ -18,7 +18,7 @@ from specrl.data.rewards.pool import FailureTally, RewardPool, refuse_failure
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.pregeneration import store_texts
 from specrl.rollout.bubbles.texts import PregeneratedText, read_texts, write_texts
-from specrl.rollout.collect import Origin, collect, make_request
+from specrl.rollout.collect import Origin, collect, deal, make_request, open_asked
 from specrl.rollout.conversations import open_conversations
 from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 from specrl.rollout.engine import Engine
@@ -61,22 +61,24 @@ def answer(
     """
     started = time.monotonic()
     size, samples = chosen.config.engine.tensor_parallel, chosen.settings.samples_per_prompt
-    share = chosen.prompts[ranks.rank // size :: ranks.world_size // size]
-    own = open_conversations(engine, share, chosen.config, rewards)
+    share = deal(chosen.prompts, samples, ranks.rank // size, ranks.world_size // size)
+    own = open_asked(engine, share, chosen.config, rewards)
     origin = Origin(derive_seed(chosen.config.seed, "validate"), step=0, rank=ranks.rank)
-    with logs.phase(f"answers to {chosen.name}"), last.drafted(chosen.name, own) if last else nullcontext():
-        unscored = collect(engine, own, samples, chosen.config, rewards, origin, on_progress=on_progress, learn=learn)
+    drafted = last.drafted(chosen.name, [prompt for prompt, _ in own]) if last else nullcontext()
+    with logs.phase(f"answers to {chosen.name}"), drafted:
+        unscored = collect(engine, own, chosen.config, rewards, origin, on_progress=on_progress, learn=learn)
         rollouts, scores = unscored.scored()
     if last is not None:
         last.keep(chosen.name, rollouts)
     places = {prompt.id: place for place, prompt in enumerate(chosen.prompts)}
-    everyone = RolloutBatch.gather(ranks, rollouts, engine_size=size, prompt_places=places)
+    data = chosen.config.data
+    everyone = RolloutBatch.gather(ranks, rollouts, engine_size=size, prompt_places=places, data=data)
     shape = len(places), samples
     lengths, truncated = everyone.response_lengths.reshape(shape), everyone.truncated.reshape(shape)
     responses = SetResponses(everyone.rewards.reshape(shape), lengths, truncated)
     engines = ranks.gather((unscored.generation.stats, FailureTally.of(scores.failures)))[::size]
     failures = FailureTally.merge(failures for _, failures in engines)
-    refuse_failure(failures, responses.rewards.size, chosen.config.data, chosen.config.environment.name)
+    refuse_failure(failures, responses.rewards.size, data, chosen.config.environment.name)
     seconds = time.monotonic() - started
     correct_reward = chosen.config.validate_.correct_reward
     stats = SpeculationStats.merge(stats for stats, _ in engines)

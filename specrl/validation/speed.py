@@ -135,7 +135,7 @@ class NextStep:
             step=step,
             prompts=PromptSource(config, source.tokenizer, (begun, before), prompts_dir=source.prompts_dir).batch(step),
             samples_per_prompt=config.train.samples_per_prompt,
-            stored=[text for file in files for text in read_texts(file)],
+            stored=[*{text.seed: text for file in files for text in read_texts(file)}.values()],  # several engines'
             recent=recent_responses(train_dir / "rollouts", step, most),
         )
 

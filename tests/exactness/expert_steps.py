@@ -12,7 +12,7 @@ from specrl.artifacts import write_json
 from specrl.config import Config
 from specrl.distributed import join, leave
 from specrl.progress import Progress
-from specrl.rollout.collect import Origin, collect
+from specrl.rollout.collect import Origin, collect, deal
 from tests.exactness.experts import write_expert_policy
 from tests.exactness.rl_steps import config_of, prepare
 
@@ -30,7 +30,8 @@ def main(folder: Path) -> None:
     trainer.refit_engine(version=0)
     engine, prompts = trainer.engine, trainer.generator.source.batch(0)
     engine.set_k(0)
-    unscored = collect(engine, prompts, config.train.samples_per_prompt, config, None, Origin(config.seed, 0))
+    asked = deal(prompts, config.train.samples_per_prompt, 0, 1)
+    unscored = collect(engine, asked, config, None, Origin(config.seed, 0))
     write_json(folder / "plain.json", [response.tokens for response in unscored.generation.responses])
     engine.set_k(engine.longest_k)
     trainer.run(0, Progress(folder, enabled=False))

@@ -93,11 +93,12 @@ def check_rollouts(ranks: Ranks) -> None:
 
 
 def check_texts(ranks: Ranks) -> None:
-    """A pre-generated text goes only to the rank that answers its prompt next."""
-    made = [PregeneratedText(prompt, 2**62 + ranks.rank, [prompt] * ranks.rank) for prompt in (7, 8, 9)]
-    found = deliver_texts(ranks, made, {7: 0, 8: 1}, engine_size=1)
-    prompt = [7, 8][ranks.rank : ranks.rank + 1]
-    assert found == [PregeneratedText(p, 2**62 + rank, [p] * rank) for p in prompt for rank in range(3)]
+    """A pre-generated text goes only to the ranks that answer its prompt next."""
+    made = [PregeneratedText(prompt, 2**62 + ranks.rank, [prompt] * ranks.rank) for prompt in (6, 7, 8, 9)]
+    readers: list[set[int]] = [{7, 9}, {8, 9}, set()]
+    found = deliver_texts(ranks, made, readers, engine_size=1)
+    prompts = sorted(readers[ranks.rank])
+    assert found == [PregeneratedText(p, 2**62 + rank, [p] * rank) for rank in range(3) for p in prompts]
 
 
 def run_rank(rank: int, folder: Path) -> None:

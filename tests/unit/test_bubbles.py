@@ -19,6 +19,7 @@ from specrl.report.plots import gantt
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank, put_to_use
 from specrl.rollout.bubbles.pregeneration import by_tokens
 from specrl.rollout.bubbles.texts import PregeneratedText
+from specrl.rollout.collect import deal
 from specrl.timeline import (
     PREGENERATION,
     SPOT_TRAINING,
@@ -123,6 +124,20 @@ def test_the_drafter_is_trained_once_nothing_is_left_to_pregenerate() -> None:
     spans = put_to_use(cast(Any, Alone()), coordinator, [ahead, training])
     assert calls == [PREGENERATION] * 3 + [SPOT_TRAINING]
     assert [span.name for span in spans] == [PREGENERATION] * 2 + [SPOT_TRAINING]
+
+
+@pytest.mark.parametrize(("prompts", "samples", "engines"), [(5, 4, 1), (4, 4, 2), (6, 4, 3), (2, 4, 16), (3, 1, 2)])
+def test_the_responses_to_a_prompt_go_to_as_many_engines_as_they_can(prompts: int, samples: int, engines: int) -> None:
+    asked = [Prompt(number, "Q", [1], "") for number in range(prompts)]
+    shares = [deal(asked, samples, engine, engines) for engine in range(engines)]
+    found = [[(prompt.id, sample) for prompt, sample in share] for share in shares]
+    everything = [(prompt, sample) for prompt in range(prompts) for sample in range(samples)]
+    assert sorted(one for share in found for one in share) == everything
+    assert all(share == sorted(share) for share in found)
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+    for number in range(prompts):
+        per_engine = [sum(prompt == number for prompt, _ in share) for share in found]
+        assert max(per_engine) <= -(-samples // engines)
 
 
 def test_every_item_is_claimed_once_and_pieces_get_smaller() -> None:

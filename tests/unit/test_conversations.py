@@ -20,7 +20,7 @@ from specrl.data.rewards.environments import Turn
 from specrl.data.rewards.pool import RewardFailure
 from specrl.distributed import Ranks, join, leave
 from specrl.models.tiny import character_tokenizer
-from specrl.rollout.collect import Origin, collect
+from specrl.rollout.collect import Origin, collect, deal
 from specrl.rollout.conversations import open_conversations
 from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 from specrl.rollout.engine import Engine, Generation, Request, Response, response_seed
@@ -120,7 +120,8 @@ def talk(
     prompts: Sequence[Prompt] = (Prompt(7, "q", [5, 6], ""),),
     samples: int = 1,
 ) -> list[Rollout]:
-    unscored = collect(cast(Engine, engine), prompts, samples, config, cast(Any, FakePool(answer)), Origin(3, step=1))
+    asked = deal(prompts, samples, 0, 1)
+    unscored = collect(cast(Engine, engine), asked, config, cast(Any, FakePool(answer)), Origin(3, step=1))
     rollouts, scores = unscored.scored()
     assert len(scores.rewards) == len(rollouts)
     return rollouts
@@ -216,7 +217,7 @@ def test_a_conversation_that_was_not_begun_has_failed_whatever_the_environment_s
     engine, prompts = FakeEngine(), opened_after(2, [])
     assert [prompt.unopened for prompt in prompts] == ["took longer", ""]
     pool, config = FakePool(lambda *_: tool("c", 1.0)), config_of(data={"reward_on_failure": -0.5})
-    found = collect(cast(Engine, engine), prompts, 2, config, cast(Any, pool), Origin(3, step=1))
+    found = collect(cast(Engine, engine), deal(prompts, 2, 0, 1), config, cast(Any, pool), Origin(3, step=1))
     rows, scores = found.scored()
     assert [(len(row.turns), row.reward) for row in rows] == [(0, -0.5)] * 2 + [(5, 1.0)] * 2
     assert [failure.reason for failure in scores.failures] == ["took longer"] * 2

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from flows.cli import app
@@ -17,11 +20,14 @@ from specrl.config import Config, ConfigError, DataConfig
 from specrl.data.files import read_problems
 from specrl.data.problems import Counts, Problem, Prompt, fit_all
 from specrl.data.rewards.functions import judge, make_rewards
-from specrl.data.rewards.pool import RewardPool, Scores
+from specrl.data.rewards.pool import RewardPool
 from specrl.data.rewards.trial import doubtful_references
+from specrl.distributed import Ranks
 from specrl.models.tiny import character_tokenizer
 from specrl.rollout.collect import rewarded_text
 from specrl.rollout.requests import Response
+from specrl.schemas import Rollout
+from specrl.training.rollouts import RolloutBatch
 
 BODY = """
 import asyncio
@@ -216,10 +222,17 @@ def test_a_response_that_is_left_out_has_no_advantage() -> None:
         scores = scoring.wait()
     finally:
         pool.close()
-    assert scores.in_groups([0, 0, 0, 1]).rewards == [1.0, 1.0, 1.0, 0.0] and not scores.failures
-    nan = float("nan")
-    known = Scores([[1.0], [0.0], [nan], [0.5]], [], 0.0)
-    assert known.in_groups([7, 7, 7, 8]).rewards == [1.0, 0.0, 0.5, 0.5]
+    assert scores.rewards == pytest.approx([1.0, math.nan, 1.0, math.nan], nan_ok=True) and not scores.failures
+    for rewards, filled in (
+        ([*scores.rewards], [1.0, 1.0, 1.0, 0.0]),
+        ([1.0, 0.0, math.nan, 0.5], [1.0, 0.0, 0.5, 0.5]),
+    ):
+        common = [(0, 0, number // 3, number % 3, 0, 0, 0, [1], [2], [-1.0], "", "", "stop") for number in range(4)]
+        rows = [Rollout(*row, reward=reward) for row, reward in zip(common, rewards, strict=True)]
+        batch = RolloutBatch.gather(Ranks(0, 1, 0, torch.device("cpu")), rows, data=pool.config)
+        batch.assign_advantages(Config(name="x", data=pool.config))
+        assert batch.rewards.tolist() == filled == [row.reward for row in rows]
+        assert not batch.advantages[np.isnan(rewards)].any()
 
 
 def config_file(folder: Path, reward: str, rows: list[dict[str, Any]]) -> Path:

@@ -92,14 +92,23 @@ def test_a_part_that_fails_or_leaves_out_costs_nothing_of_the_others() -> None:
         "took longer than data.reward_timeout_s = 6",
     ]
     assert [failure.parts for failure in found.failures] == [(1,), (0, 1)]
-    filled = found.in_groups([0, 0, 0, 1, 1])
-    assert filled.parts[2] == [0.0, 0.0] and filled.rewards == [1.25, -0.25, 0.0, -1.25, 1.0]
+    assert math.isnan(found.rewards[2]) and [*found.rewards[:2], *found.rewards[3:]] == [1.25, -0.25, -1.25, 1.0]
+
+
+def test_a_part_that_is_left_out_counts_as_its_groups_mean_wherever_the_group_was_generated() -> None:
+    chosen = config([{"name": "exact_match"}, {"name": "formal_rewards:form", "weight": 0.25}])
+    batch = batch_of([[(1, 1), (0, -1), (0, math.nan)], [(math.nan, 1), (math.nan, 0), (math.nan, 0)]], chosen)
+    assert [part.tolist() for part in batch.reward_parts.values()] == [[1, 0, 0, 0, 0, 0], [1, -1, 0, 1, 0, 0]]
+    assert batch.rewards.tolist() == [1.25, -0.25, 0.0, 0.25, 0.0, 0.0]
+    assert [row.reward for row in batch.held.values()] == batch.rewards.tolist()
+    assert batch.held[2].reward_parts == {"exact_match": 0.0, "form": 0.0}
 
 
 @pytest.mark.parametrize("reward", [0.1, 0.7])
 def test_a_reward_that_is_left_out_makes_no_signal_where_all_others_are_equal(reward: float) -> None:
-    filled = Scores([[reward], [reward], [reward], [math.nan]], [], 0.0).in_groups([0] * 4)
-    assert filled.rewards == [reward] * 4
+    rows = [rollout(0, sample, given, None) for sample, given in enumerate([reward] * 3 + [math.nan])]
+    batch = RolloutBatch.gather(ALONE, rows, data=config("exact_match").data)
+    assert batch.rewards.tolist() == [reward] * 4
 
 
 def test_a_part_that_fails_on_every_response_stops_the_run() -> None:
@@ -124,13 +133,13 @@ def test_parts_are_stored_by_name_and_read_again(tmp_path: Path) -> None:
 
 
 def batch_of(groups: list[list[tuple[float, float]]], chosen: Config) -> RolloutBatch:
-    names, weights = chosen.data.part_names, chosen.data.part_weights
+    names, weights = chosen.data.part_names, chosen.data.part_weights  # a part is NaN where it is left out
     rows = [
         rollout(prompt, sample, weights[0] * one + weights[1] * two, dict(zip(names, (one, two), strict=True)))
         for prompt, group in enumerate(groups)
         for sample, (one, two) in enumerate(group)
     ]
-    batch = RolloutBatch.gather(ALONE, rows, part_names=names)
+    batch = RolloutBatch.gather(ALONE, rows, data=chosen.data)
     batch.assign_advantages(chosen)
     return batch
 

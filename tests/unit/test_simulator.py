@@ -13,7 +13,7 @@ from flows.cli import app
 from flows.folder import write_config
 from specrl.config import ConfigError, load_config
 from specrl.models.shapes import KNOWN_SHAPES
-from specrl.projection.simulator.choices import ACCEPTANCE, choices, hardware_of, model_of
+from specrl.projection.simulator.choices import ACCEPTANCE, choices, hardware_of, ideas, model_of
 from specrl.projection.simulator.engine import HARDWARE, Efficiency, EngineModel
 from specrl.projection.simulator.published import PublishedRow, published_rows
 from specrl.projection.simulator.step import Lengths, Speculation, StepModel, Workload, acceptance_length
@@ -131,6 +131,14 @@ def test_every_use_of_idle_time_is_simulated_with_and_without_drafts() -> None:
         assert pregenerated.generation <= both.generation < none.generation
         assert none.idle_share == training.idle_share > 0
         assert none.used_share == 0 < pregenerated.used_share <= training.used_share == both.used_share == 1
+
+
+def test_all_ideas_together_are_faster_than_each_alone_and_each_is_faster_than_none() -> None:
+    config = load_config(CONFIGS / "qwen3-8b-rl-zero.toml")
+    none, alone, together = ideas(model_of(config, hardware_of(config, None)), ACCEPTANCE)
+    [plain] = (time.total for time in none.values())
+    assert len(alone) == 4 and plain > max(time.total for time in alone.values())
+    assert together["all"].total < together["all but FP8"].total < min(time.total for time in alone.values())
 
 
 def test_the_drafter_takes_an_update_in_every_step_unless_it_is_frozen_or_learns_in_idle_time() -> None:

@@ -123,6 +123,24 @@ def test_more_ranks_get_as_much_work_each_and_wait_longer() -> None:
     assert 0 < idle_share(wide()) < 1
 
 
+def test_engines_wait_less_where_responses_to_one_prompt_go_to_different_ones() -> None:
+    groups = [[Drawn(10 * (prompt + 1) + sample) for sample in range(4)] for prompt in range(8)]
+    lengths = sorted(item.tokens for group in groups for item in group)
+
+    def idle_s(*, whole_groups: bool) -> float:
+        shares = dealt(groups, 4, 0, 1.0, whole_groups=whole_groups)
+        assert sorted(item.length for share in shares for item in share) == lengths
+        return simulate([shares], SPEED, "none", 8)[0].idle_s
+
+    assert idle_s(whole_groups=False) < 0.25 * idle_s(whole_groups=True)
+
+
+def test_an_engine_reads_each_of_its_prompts_once() -> None:
+    speed = replace(SPEED, read_s=0.1, prompt_tokens=50)
+    twice = [SimulatedResponse(0, 10, (1.0,), sample) for sample in range(2)]
+    assert decode(twice, [0, 0], speed, 8).seconds - decode(twice, [0, 0], SPEED, 8).seconds == pytest.approx(5)
+
+
 def test_both_pregenerates_and_uses_the_rest_of_a_bubble() -> None:
     steps = [[[SimulatedResponse(0, 100, (1.0,))], [SimulatedResponse(1, 20, (1.0,))]] for _ in range(2)]
     alone, both = (simulate(steps, SPEED, use, 8)[0] for use in ("pregenerate", "both"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from specrl.rollout.drafts.text_index import (
     TextIndex,
 )
 from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT, TextStore
+from specrl.rollout.engine import Engine
 from tests.text_drafting import Run, candidates, continued, follow, laid_out, last_tokens
 
 K = 5
@@ -157,6 +159,16 @@ def test_the_store_keeps_the_latest_responses_and_the_prompts_own_texts() -> Non
     assert [token for token in store.index("cpu").tokens.tolist() if token != END] == [5, 6, 5, 7, 8, 9, *[2] * 6]
     store.forget_recent()
     assert [token for token in store.index("cpu").tokens.tolist() if token != END] == [5, 6, 5, 7, 8, 9]
+
+
+def test_requests_whose_prompts_have_long_texts_begin_first_and_others_are_taken_to_be_as_long_as_usual() -> None:
+    store = TextStore()
+    store.store({(1,): [[5]], (2,): [[5] * 2, [5] * 9], (3,): []})
+    engine: Any = SimpleNamespace(drafting=SimpleNamespace(texts=store))
+    prompts = [(1,), (3,), (2,), (4,), (2,)]
+    assert Engine._longest_first(engine, prompts) == [2, 4, 1, 3, 0]
+    engine.drafting = None
+    assert Engine._longest_first(engine, prompts) == [0, 1, 2, 3, 4]
 
 
 def test_finished_siblings_are_drafts_for_the_rest_of_their_group() -> None:

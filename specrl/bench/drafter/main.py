@@ -32,7 +32,7 @@ from specrl.models.directory import read_model_config
 from specrl.models.drafters import LOSS_KEY, SPECULATORS_KIND
 from specrl.models.families import FAMILIES, num_mtp_layers
 from specrl.models.sources import load_tokenizer
-from specrl.rollout.collect import Origin, collect
+from specrl.rollout.collect import Origin, collect, deal
 from specrl.rollout.engine import Engine, Request, response_seed, start_engine
 from specrl.schemas import Rollout
 from specrl.training.batches import TokenSequence, pack
@@ -205,7 +205,7 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
     answers: dict[str, list[Rollout]] = {}
     for name in options.sources:
         prompts = (source.drafter_data if name == "general" else source.pretraining)(options.prompts)
-        answers[name] = collect(engine, prompts, 1, config, None, origin).scored()[0]
+        answers[name] = collect(engine, deal(prompts, 1, 0, 1), config, None, origin).scored()[0]
     engine.shutdown()
     policy = Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, seed=config.seed)
     settings, found = config.drafter, {}

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from statistics import fmean
 
 from specrl.config import Config, DataConfig
 from specrl.data.held_out import config_of_set
@@ -129,24 +128,11 @@ class Scores:
             logger.warning("%s failed on %d more responses", what, len(self.failures) - LOGGED)
         return self
 
-    def in_groups(self, groups: Sequence[int]) -> Scores:
-        """Replace what a part leaves out by its group's mean, which gives no advantage, or 0 if there is none."""
-        columns = [_filled(column, groups) for column in zip(*self.parts, strict=True)]
-        return replace(self, parts=[list(row) for row in zip(*columns, strict=True)])
-
 
 def _judged(result: Result, config: DataConfig) -> Judged:
     if isinstance(result, RewardFailure):
         return [config.reward_on_failure] * len(config.reward), result
     return ([result.reward], None) if isinstance(result, Turn) else result
-
-
-def _filled(values: Sequence[float], groups: Sequence[int]) -> list[float]:
-    known: dict[int, list[float]] = {}
-    for group, value in zip(groups, values, strict=True):
-        known.setdefault(group, []).extend([] if math.isnan(value) else [value])
-    means = {group: found[0] if len({*found}) == 1 else fmean(found or [0.0]) for group, found in known.items()}
-    return [means[group] if math.isnan(value) else value for group, value in zip(groups, values, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,28 @@ def choices(model: StepModel, rates: Sequence[float]) -> list[Choice]:
     return found
 
 
+def ideas(
+    model: StepModel, rates: Sequence[float]
+) -> tuple[dict[str, StepTime], dict[str, StepTime], dict[str, StepTime]]:
+    """Simulate steps with none of specrl's ideas, with each of them alone, and with all together."""
+    none, drafts = Speculation(), Speculation(MEASURED_K, acceptance_length(rates, MEASURED_K))
+
+    def step(speculation: Speculation = none, *, is_fp8: bool = False, whole_groups: bool = True) -> StepTime:
+        workload, engine = replace(model.workload, whole_groups=whole_groups), replace(model.engine, is_fp8=is_fp8)
+        return replace(model, workload=workload, engine=engine).step(speculation)
+
+    alone = {
+        f"drafts of {MEASURED_K} tokens": step(drafts),
+        "FP8 in generation": step(is_fp8=True),
+        "text generated ahead in idle time": step(Speculation(bubbles="pregenerate")),
+        "responses dealt to engines in turn": step(whole_groups=False),
+    }
+    everything = replace(drafts, bubbles="both")
+    together = {"all but FP8": step(everything, whole_groups=False)}
+    together["all"] = step(everything, is_fp8=True, whole_groups=False)
+    return {"none: BF16, no drafts, whole groups": step()}, alone, together
+
+
 def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
     responses, learned = model.workload.prompts * model.workload.samples, model.drafter_tokens
     return [
@@ -112,6 +134,8 @@ def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
         f"drafts accepted at positions 1, 2, ...: {', '.join(f'{rate:.2g}' for rate in rates)}, extrapolated beyond",
         f"idle time is simulated with the best k up to {MEASURED_K}: for longer drafts, it predicts more than "
         "was measured (--published)",
+        "with whole groups, one engine generates all responses to a prompt, as in most other systems",
+        "FP8 in generation reaches the same fraction of its peak as BF16 does, and updates are in BF16",
         "each drafted position takes one pass of the drafter",
         f"a response agrees with its pre-generated text for {AGREES:g} tokens",
         *([f"an update of the drafter learns from at most {learned:,.0f} tokens"] if learned else []),

@@ -27,6 +27,7 @@ class DecodingSpeed:
     lengths: tuple[Seconds, ...]  # per iteration, by draft length; at least one
     read_s: float = 0.0  # per token of stored text that is verified ahead
     carried: float = float("inf")  # tokens for which a response agrees with its stored text, if both are that long
+    prompt_tokens: float = 0.0  # of each prompt, which an engine reads once
 
     def best(self, running: int, generated: float, tokens: Sequence[float]) -> int:
         """The index of the draft length with the most tokens per second, given the tokens per iteration of each."""
@@ -46,7 +47,7 @@ class SimulatedResponse:
     sample: int = 0  # index among the responses to its prompt
 
 
-Shares = Sequence[Sequence[SimulatedResponse]]  # each engine's responses in a step; those to one prompt are adjacent
+Shares = Sequence[Sequence[SimulatedResponse]]  # each engine's responses in a step
 
 
 @dataclass
@@ -79,7 +80,7 @@ def decode(
     tokens = [min(text, speed.carried, item.length) for item, text in zip(responses, stored, strict=True)]
     # Until the text ends, or until as much again was verified in vain; at least the first part.
     read = (min(text, max(FIRST_READ, 2 * agreed)) for text, agreed in zip(stored, tokens, strict=True))
-    now = speed.read_s * sum(read)
+    now = speed.read_s * (sum(read) + speed.prompt_tokens * len({item.prompt for item in responses}))
     waiting = list(range(len(responses)))[::-1]
     running: list[tuple[float, int]] = []  # (iteration at which the response is finished, its index)
     since = [0.0] * len(responses)  # the iteration up to which `tokens` counts a response
@@ -141,7 +142,7 @@ def simulate(steps: Sequence[Shares], speed: DecodingSpeed, use: BubbleUse, most
         times.append(GenerationTime(last, idle, idle if use in ("train_drafter", "both") else 0.0, iterations))
         if use in ("pregenerate", "both"):
             after = steps[number + 1] if number + 1 < len(steps) else []
-            following = sorted(chain(*after), key=lambda response: response.prompt)
+            following = sorted(chain(*after), key=lambda response: (response.prompt, response.sample))
             ready = [work.seconds for work in works]
             stored, used = _pregenerate(ready, last, following, speed, most_running)
             times[-1].stored, times[-1].used_s = stored, min(max(used, times[-1].used_s), idle)

@@ -58,7 +58,7 @@ def step_seconds(
     if lengths[0].whole_vocabulary:
         engine = replace(engine, draft_vocab_size=engine.shape.vocab_size)
     choices = tuple(replace(engine, k=one.k, passes=one.passes).at for one in lengths)
-    speed = DecodingSpeed(choices, engine.row_s, carried)
+    speed = DecodingSpeed(choices, engine.row_s, carried, engine.prompt_tokens)
     use: BubbleUse = "pregenerate" if carried else "none"
     return model.time(drafted, speed, use, drafter_s=drafter_updates * model.drafter_s(engine)).total
 

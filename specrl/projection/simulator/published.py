@@ -45,9 +45,11 @@ OF_8B = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-8B"], HARDWARE["GB200"])
 OF_235B = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-235B-A22B"], HARDWARE["GB200"], gpus=64, is_fp8=True)
 SHARDS = PolicyConfig(tensor_parallel=4, pipeline_parallel=2, expert_parallel=32)
 MODELS = {
-    ZERO: StepModel(OF_8B, 32, Workload(512, 16, Lengths(1950, 0.8, 8192)), logprob_passes=2),
-    THINK: StepModel(OF_8B, 32, Workload(512, 16, Lengths(1750, 0.9, 12288)), logprob_passes=2),
-    LARGE: StepModel(OF_235B, 512, Workload(256, 16, Lengths(3000, 0.8, 32768)), logprob_passes=2, policy=SHARDS),
+    ZERO: StepModel(OF_8B, 32, Workload(512, 16, Lengths(1950, 0.8, 8192), whole_groups=True), logprob_passes=2),
+    THINK: StepModel(OF_8B, 32, Workload(512, 16, Lengths(1750, 0.9, 12288), whole_groups=True), logprob_passes=2),
+    LARGE: StepModel(
+        OF_235B, 512, Workload(256, 16, Lengths(3000, 0.8, 32768), whole_groups=True), logprob_passes=2, policy=SHARDS
+    ),
 }
 """Besides the update, policy and reference compute log-probs."""
 PLAIN = {

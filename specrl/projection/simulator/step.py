@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -106,14 +107,17 @@ class Workload:
     prompts: int
     samples: int  # of each prompt
     lengths: Responses
+    whole_groups: bool = False  # whether one engine generates all responses to a prompt, as in most other systems
 
     def draw(self, steps: int, seed: int) -> list[list[list[Drawn]]]:
         generator = np.random.default_rng(seed)
         return [self.lengths.draw(self.prompts, self.samples, generator) for _ in range(steps)]
 
 
-def dealt(groups: Sequence[Sequence[Drawn]], engines: int, k: int, pace: float) -> list[list[SimulatedResponse]]:
-    """Distribute prompts to engines in turn, as training does.
+def dealt(
+    groups: Sequence[Sequence[Drawn]], engines: int, k: int, pace: float, *, whole_groups: bool = False
+) -> list[list[SimulatedResponse]]:
+    """Deal responses to engines in turn, as training does, or whole groups of them.
 
     `pace` is the mean number of tokens per response and iteration with k drafts.
     """
@@ -122,11 +126,9 @@ def dealt(groups: Sequence[Sequence[Drawn]], engines: int, k: int, pace: float) 
         own = min(1 + item.gain * (pace - 1), max(k + 1.0, pace))
         return SimulatedResponse(prompt, item.tokens, (own,), sample)
 
-    prompts = range(len(groups))
-    return [
-        [response(prompt, *item) for prompt in prompts[engine::engines] for item in enumerate(groups[prompt])]
-        for engine in range(engines)
-    ]
+    made = [[response(prompt, *item) for item in enumerate(group)] for prompt, group in enumerate(groups)]
+    dealt = made if whole_groups else [[one] for group in made for one in group]
+    return [list(chain(*dealt[engine::engines])) for engine in range(engines)]
 
 
 @dataclass(frozen=True)
@@ -184,8 +186,9 @@ class StepModel:
 
     def step(self, speculation: Speculation) -> StepTime:
         engines, pace = max(1, self.gpus // self.engine.gpus), speculation.acceptance_length
-        steps = [dealt(groups, engines, speculation.k, pace) for groups in self.drawn]
-        speed = DecodingSpeed((replace(self.engine, k=speculation.k).at,), self.engine.row_s, AGREES)
+        whole_groups, engine = self.workload.whole_groups, self.engine
+        steps = [dealt(groups, engines, speculation.k, pace, whole_groups=whole_groups) for groups in self.drawn]
+        speed = DecodingSpeed((replace(engine, k=speculation.k).at,), engine.row_s, AGREES, engine.prompt_tokens)
         learns = speculation.k > 0 and speculation.bubbles in ("none", "pregenerate")  # else it learns in idle time
         drafter_s = self.drafter_updates * self.drafter_s(self.engine) if learns else 0.0
         return self.time(steps, speed, speculation.bubbles, drafter_s=drafter_s)

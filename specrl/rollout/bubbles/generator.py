@@ -15,8 +15,7 @@ from specrl.distributed import Ranks
 from specrl.rollout.bubbles.coordinator import Activity, BubbleCoordinator, EngineRank, put_to_use
 from specrl.rollout.bubbles.pregeneration import Pregeneration, store_texts
 from specrl.rollout.bubbles.texts import EarlierResponses, PregeneratedText, deliver_texts
-from specrl.rollout.collect import Origin, Unscored, collect
-from specrl.rollout.conversations import open_conversations
+from specrl.rollout.collect import Asked, Origin, Unscored, collect, deal, open_asked
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
 from specrl.rollout.engine import Engine, Generation
 from specrl.schemas import Rollout
@@ -141,8 +140,8 @@ class RolloutGenerator:
         """Gather the scalars of all rollouts so far, and the counters of all ranks."""
         size = self._config.engine.tensor_parallel
         places = {prompt.id: index for index, prompt in enumerate(prompts)}
-        names = self._config.data.part_names
-        rollouts = RolloutBatch.gather(self._ranks, own, engine_size=size, prompt_places=places, part_names=names)
+        data = self._config.data
+        rollouts = RolloutBatch.gather(self._ranks, own, engine_size=size, prompt_places=places, data=data)
         counters = self._ranks.gather(counted)
         failures = FailureTally.merge(rank.failures for rank in counters[::size])  # those of one engine count the same
         refuse_failure(failures, len(rollouts), self._config.data, self._config.environment.name)
@@ -152,20 +151,20 @@ class RolloutGenerator:
         """Send pre-generated and earlier texts to the engines that answer their prompts in `step`."""
         if self._earlier is None and not self._config.bubbles.pregenerates:
             return
-        # Prompts are dealt to the engines in turn.
-        engines = {prompt.id: i % self._place.num_engines for i, prompt in enumerate(self.source.batch(step))}
-        earlier = self._earlier.to(engines) if self._earlier is not None else []
-        size = self._config.engine.tensor_parallel
-        self.next_texts = deliver_texts(self._ranks, [*texts, *earlier], engines, size)
+        config, prompts, engines = self._config, self.source.batch(step), self._place.num_engines
+        dealt = [deal(prompts, config.train.samples_per_prompt, engine, engines) for engine in range(engines)]
+        readers = [{prompt.id for prompt, _ in asked} for asked in dealt]
+        earlier = self._earlier.to(prompt.id for prompt in prompts) if self._earlier is not None else []
+        self.next_texts = deliver_texts(self._ranks, [*texts, *earlier], readers, config.engine.tensor_parallel)
 
     def _own_share(
         self, prompts: Sequence[Prompt], step: int
     ) -> tuple[list[Rollout], list[PregeneratedText], _Counters]:
-        own = self._open(prompts[self._place.engine :: self._place.num_engines])
+        own = self._open(prompts)
         if self._coordinator is not None:
             self._coordinator.open()
         if self._earlier is not None or self._config.bubbles.pregenerates:
-            store_texts(self._engine, own, self.next_texts)
+            store_texts(self._engine, [prompt for prompt, _ in own], self.next_texts)
         started_at = time.time()
         unscored = self._collect(own, step)
         bubble, texts = self._spend_bubble(step, started_at)
@@ -194,24 +193,26 @@ class RolloutGenerator:
 
     def _refill(self, prompts: Sequence[Prompt], step: int, own: list[Rollout], counted: _Counters) -> _Counters:
         """Add this rank's share of a refill to its rollouts and counters; a rank that finishes early waits."""
-        share, started_at = prompts[self._place.engine :: self._place.num_engines], time.time()
+        share, started_at = self._open(prompts), time.time()
         if not share:
             return counted
-        unscored = self._collect(self._open(share), step)
+        unscored = self._collect(share, step)
         span = Span(GENERATION, started_at, time.time())
         rollouts, scores = unscored.scored()
         own += rollouts
         return counted.add_refill(span, unscored.generation, scores)
 
-    def _open(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        return open_conversations(self._engine, prompts, self._config, self._rewards)
+    def _open(self, prompts: Sequence[Prompt]) -> list[Asked]:
+        """This engine's share of the responses to these prompts."""
+        place = self._place
+        asked = deal(prompts, self._config.train.samples_per_prompt, place.engine, place.num_engines)
+        return open_asked(self._engine, asked, self._config, self._rewards)
 
-    def _collect(self, prompts: Sequence[Prompt], step: int) -> Unscored:
+    def _collect(self, asked: Sequence[Asked], step: int) -> Unscored:
         config = self._config
         return collect(
             self._engine,
-            prompts,
-            config.train.samples_per_prompt,
+            asked,
             config,
             self._rewards,
             Origin(config.seed, step, self._ranks.rank),

@@ -14,8 +14,7 @@ from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import RewardPool
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator
 from specrl.rollout.bubbles.texts import PregeneratedText
-from specrl.rollout.collect import Origin, make_request
-from specrl.rollout.conversations import open_conversations
+from specrl.rollout.collect import Origin, deal, make_request, open_asked
 from specrl.rollout.engine import Engine
 from specrl.timeline import PREGENERATION
 
@@ -47,20 +46,15 @@ class Pregeneration:
         places = range(*map(int, self.engine.agreed(claimed.start, claimed.stop)))
         if not places:
             return False
-        number = places[0] // samples
-        prompts = prompts[number : places[-1] // samples + 1]
-        opened = open_conversations(self.engine, prompts, self.config, self.rewards)
-        asked = [opened[place // samples - number] for place in places]
+        share = deal(prompts, samples, 0, 1)[places.start : places.stop]
+        asked = open_asked(self.engine, share, self.config, self.rewards)
         # Noise depends on seed and position: the next step's seeds give the next step's text while the policies agree.
         origin = Origin(self.config.seed, self.step)
-        requests = [
-            make_request(prompt, place % samples, self.config, origin)
-            for place, prompt in zip(places, asked, strict=True)
-        ]
+        requests = [make_request(*one, self.config, origin) for one in asked]
         responses = self.engine.generate(requests, stop=stop, recall=True).responses
         self.texts += [
             PregeneratedText(prompt.id, request.seed, response.tokens)
-            for prompt, request, response in zip(asked, requests, responses, strict=True)
+            for (prompt, _), request, response in zip(asked, requests, responses, strict=True)
             if response.tokens
         ]
         return True

@@ -4,8 +4,8 @@ responses of earlier epochs, which serve as drafts when their prompt is asked ag
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Iterable, Mapping, Sequence
-from itertools import groupby, islice
+from collections.abc import Container, Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,13 +34,13 @@ class PregeneratedText(NamedTuple):
 
 
 def deliver_texts(
-    ranks: Ranks, texts: Sequence[PregeneratedText], next_engines: Mapping[int, int], engine_size: int
+    ranks: Ranks, texts: Sequence[PregeneratedText], readers: Sequence[Container[int]], engine_size: int
 ) -> list[PregeneratedText]:
-    """Send each text to the ranks of the engine that answers its prompt next (collective).
+    """Send each text to the ranks of the engines that answer its prompt next (collective).
 
     Args:
         texts: Those of this rank's engine, whose first rank sends them.
-        next_engines: The engine that answers each prompt next, by prompt id; texts to other prompts are dropped.
+        readers: The ids of the prompts that each engine answers next.
         engine_size: The number of consecutive ranks that form one engine.
 
     Returns:
@@ -52,9 +52,9 @@ def deliver_texts(
         "seed": np.array([text.seed for text in sent], np.int64),
     }
     columns, sender = gather_columns(ranks, numbers)
-    reader = np.array([next_engines.get(prompt, -1) for prompt in columns["prompt_id"].tolist()], np.int64)
-    everyone = range(ranks.world_size)
-    wanted = [np.flatnonzero(reader == rank // engine_size) for rank in everyone]
+    asked, everyone = columns["prompt_id"].tolist(), range(ranks.world_size)
+    by_engine = [np.flatnonzero([prompt in answered for prompt in asked]) for answered in readers]
+    wanted = [by_engine[rank // engine_size] for rank in everyone]
     route = Route(sender, wanted, [np.flatnonzero(sender == rank) for rank in everyone])
     tokens = deliver(ranks, {"tokens": Ragged.of([text.tokens for text in sent], np.int32)}, route)["tokens"]
     own = wanted[ranks.rank]
@@ -71,13 +71,13 @@ def read_texts(path: Path) -> list[PregeneratedText]:
 
 
 PER_PROMPT = 4
-"""The responses kept of each group."""
+"""The responses kept of each group, over all engines: those with the lowest sample numbers."""
 MOST_TOKENS = 2**24
 """The tokens kept on each rank: 64 MiB. Prompts answered longest ago are dropped first."""
 
 
 class EarlierResponses:
-    """This rank's engine's newest responses to each prompt that no other engine has answered since."""
+    """The newest responses to each prompt, as far as this rank's engine generated them."""
 
     def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
         self._most = most_tokens
@@ -88,9 +88,9 @@ class EarlierResponses:
         """Add this engine's rollouts of a step, in groups, and drop older responses to any of the step's prompts."""
         for prompt_id in prompt_ids:
             self._drop(prompt_id)
-        for prompt_id, group in groupby(rollouts, key=lambda rollout: rollout.prompt_id):
-            kept = islice(group, PER_PROMPT)
-            self._put([PregeneratedText(prompt_id, rollout.seed, rollout.response_tokens) for rollout in kept])
+        kept = (rollout for rollout in rollouts if rollout.sample < PER_PROMPT)
+        for prompt_id, group in groupby(kept, key=lambda rollout: rollout.prompt_id):
+            self._put([PregeneratedText(prompt_id, rollout.seed, rollout.response_tokens) for rollout in group])
 
     def to(self, prompt_ids: Iterable[int]) -> list[PregeneratedText]:
         return [text for prompt_id in prompt_ids for text in self._groups.get(prompt_id, ())]
@@ -136,12 +136,11 @@ def _read(
     prompt_ids: set[int] = set()
     for path in sorted(folder.glob("rank-*.arrow")):
         table = read_table(path)
-        columns = [table[name].to_pylist() for name in ("rank", "prompt_id", "seed")]
-        for row, (rank, prompt_id, seed) in enumerate(zip(*columns, strict=True)):
+        columns = [table[name].to_pylist() for name in ("rank", "prompt_id", "sample", "seed")]
+        for row, (rank, prompt_id, sample, seed) in enumerate(zip(*columns, strict=True)):
             prompt_ids.add(prompt_id)
-            if dealt.setdefault(rank, len(dealt) % num_engines) != engine or prompt_id in known:
-                continue
-            if len(group := groups.setdefault(prompt_id, [])) < PER_PROMPT:
-                tokens = table["response_tokens"][row].values.to_numpy()
-                group.append(PregeneratedText(prompt_id, seed, array("i", tokens.tobytes())))
+            own = dealt.setdefault(rank, len(dealt) % num_engines) == engine
+            if own and prompt_id not in known and sample < PER_PROMPT:
+                tokens = array("i", table["response_tokens"][row].values.to_numpy().tobytes())
+                groups.setdefault(prompt_id, []).append(PregeneratedText(prompt_id, seed, tokens))
     return list(groups.values()), prompt_ids

@@ -31,6 +31,7 @@ class TextStore:
         self._next_number = 0  # no number is used again while an index may hold its texts
         self._stored: list[Text] = []
         self._counts: Counter[int] = Counter()  # the stored responses by prompt
+        self._longest: dict[int, int] = {}  # the length of the longest stored response, by prompt
         self._own: dict[tuple[int, int], Sequence[int]] = {}  # stored responses with known seeds, by prompt and seed
         self._recent: list[Text] = []
         self._siblings: list[Text] = []
@@ -50,6 +51,7 @@ class TextStore:
             if known := (seeds or {}).get(prompt):
                 self._own |= {(number, seed): row for seed, row in reversed([*zip(known, rows, strict=True)])}
         self._counts = Counter(text.prompt for text in self._stored)
+        self._longest = {number: max(map(len, rows)) for number, rows in enumerate(texts.values()) if rows}
 
     def begin(self, prompts: Iterable[Sequence[int]] = ()) -> None:
         """Begin a generation that answers these prompts, one for each request, and remembers its responses."""
@@ -88,6 +90,10 @@ class TextStore:
         """The number of stored responses to the prompt, and of tokens in the one with this seed."""
         number = self.number_of(prompt_tokens)
         return self._counts[number], len(self._own.get((number, seed), ()))
+
+    def longest(self, prompt_tokens: Sequence[int]) -> int | None:
+        """The length of the longest stored response to the prompt; None if there is none."""
+        return self._longest.get(self.number_of(prompt_tokens))
 
     def own(self, prompt_tokens: Sequence[int], seed: int) -> list[int]:
         """The stored response to the prompt with this seed; of several, the first."""
