@@ -28,7 +28,15 @@ from specrl.events import SIGNAL, read_events
 from specrl.export.card import data_name, learner, serve_command
 from specrl.lifetime.segments import read_segments
 from specrl.lineage.history import CHANGES
-from specrl.report.results import find_stages, finished_steps, job_id_of, readable, readable_config, seconds_of
+from specrl.report.results import (
+    find_stages,
+    finished_steps,
+    job_id_of,
+    read_config,
+    readable,
+    readable_config,
+    seconds_of,
+)
 from specrl.report.tables import print_line, print_table
 from specrl.tracking.sender import registered_version
 
@@ -367,8 +375,7 @@ def _stage_times(found: Results) -> list[tuple[str, str, str, str]]:
 
 def describe(run_dir: Path) -> str:
     """Describe a run in Markdown for its page in MLflow: its results so far, and where to find more."""
-    found = Results.read(run_dir)
-    config = found.config
+    config, found = read_config(run_dir), Results.read(run_dir)
     lines, rows = [headline(config), ""], result_rows(found)
     short = {what: result.partition(" (")[0] for what, result in rows if what in FIRST or what.startswith("speedup")}
     shown = [f"{what} {result}" for what, result in short.items()]
