@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from flows.commands import bench, export, inspect, project, remove, reward, run, serve, serve_model, watch
+from flows.commands import bench, export, inspect, project, reward, run, serve, watch
 from flows.server import ServerError
 from slurm.access import PRIVATE
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
@@ -35,7 +35,7 @@ app = typer.Typer(
 for command in (
     *(run.run, run.resume, run.stop, run.cancel, run.sync),
     *(inspect.ls, inspect.show, watch.watch, inspect.logs, inspect.samples, reward.reward),
-    *(export.export, serve_model.serve_model, remove.rm, inspect.ui, inspect.doctor),
+    *(export.export, export.serve_model, run.rm, inspect.ui, inspect.doctor),
     *(serve.serve, serve.deploy, project.project),
 ):
     app.command()(command)

@@ -26,9 +26,8 @@ from specrl.config import Config, ConfigError
 from specrl.events import EVENTS_FILE
 from specrl.lifetime.segments import SEGMENTS_FILE
 from specrl.lineage.record import CODE_DIR, RunRecord, code_of, read_record
-from specrl.report.description import describe, headline
 from specrl.report.results import readable_config
-from specrl.report.summary import SUMMARY_FILE, render_summary
+from specrl.report.summary import SUMMARY_FILE, describe, headline, render_summary
 from specrl.report.tables import lasting, print_line
 from specrl.tracking.runs import Status, finish_parent_run, start_parent_run
 from tasks.detached import IN_JOB, submit_flow

@@ -157,11 +157,7 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
 
 
 def from_table(table: pa.Table) -> list[Rollout]:
-    """The rollouts of a table that `to_table` made.
-
-    Raises:
-        ValueError: The table was written with another schema version.
-    """
+    """The rollouts of a table that `to_table` made."""
     version = (table.schema.metadata or {}).get(b"specrl.schema_version", b"none").decode()
     if version != SCHEMA_VERSION:
         raise ValueError(f"rollout table has schema version {version}; this code reads version {SCHEMA_VERSION}")

@@ -19,7 +19,7 @@ from specrl.distributed import Ranks
 from specrl.events import drop_events, record_event
 from specrl.metrics import OF_PARTS
 from specrl.progress import Progress
-from specrl.report.gantt import gantt
+from specrl.report.plots import gantt
 from specrl.rollout.bubbles.generator import StepRollouts
 from specrl.rollout.drafts.acceptance import DRAFTER, SpeculationStats
 from specrl.schemas import MERGED, Rollout, merge_ranks, rollout_path, write_rollouts

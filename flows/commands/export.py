@@ -1,17 +1,22 @@
-"""`specrl export`: write a run's drafter, or the policy of a checkpoint, in a format for other software."""
+"""`specrl export` and `serve-model`: a run's drafter and policy for other software, and served with vLLM."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flows.commands.options import RunsDir, option, user_path
+from flows.commands.options import Port, RunName, RunsDir, option, usable_port, user_path
 from flows.folder import find_own_run
 from flows.origin import find_origin
 from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_text
 from specrl.config import ConfigError
+from specrl.export.card import serve_arguments
+from specrl.processes import LOOPBACK
 from specrl.report.results import read_config, result_of
 
 FORMS = """The drafter as eagle3 (the original layout, for vLLM), speculators (for vLLM and the library) or sglang; or
@@ -23,6 +28,14 @@ PolicyName = Annotated[str | None, option("The policy's hub id or folder, as the
 PLACE = "The name of a run, or the path of its folder; with --format policy also RUN@STEP."
 RunOrCheckpoint = Annotated[str, typer.Argument(metavar="RUN", help=PLACE)]
 POLICY = "policy"  # the only format that is not for drafters
+OF_SERVER = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": LOOPBACK,
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""The defaults of vLLM's server, which the user may override."""
+OF_PROCESSES = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # or vLLM's processes would outlive the command
 
 
 def export(
@@ -94,3 +107,35 @@ def _export_drafter(name: str, form: str, to: Path, policy: str | None, runs_dir
     command = chosen.command(drafter, to.absolute())
     write_text(to / CARD_FILE, model_card(config, trained, validated, exported, command))
     print(f"drafter of {run_dir.name} as {form}: {to.absolute()}\nserve it with the policy:\n  {command}")
+
+
+def serve_model(name: RunName, runs_dir: RunsDir = Path("runs"), port: Port = None) -> None:
+    """Serve a finished run's policy with its drafter.
+
+    It prints the command vllm serve and then becomes it: vLLM's server, only on the loopback interface, until Ctrl-C.
+    If VLLM_API_KEY is set, clients must send that key.
+    """
+    run_dir = find_own_run(name, runs_dir)
+    config, exported = read_config(run_dir), _exported(run_dir)
+    assert exported.drafter_dir is not None
+    command = serve_arguments(exported.policy_dir, exported.drafter_dir, config.speculation.k, config)
+    command += ["--host", LOOPBACK, "--port", str(usable_port(port))]
+    print(shlex.join(command), flush=True)
+    server = [sys.executable, "-m", "specrl.serving.process", "--model", *command[2:]]
+    os.execve(server[0], server, {**OF_SERVER, **os.environ, **OF_PROCESSES})
+
+
+def _exported(run_dir: Path) -> ExportResult:
+    exported = result_of(run_dir, "export", ExportResult)
+    if exported.drafter_dir is None:
+        method = read_config(run_dir).speculation.method
+        raise ConfigError(
+            f'run {run_dir.name} has no drafter to serve: its speculation.method is "{method}"; its policy alone is '
+            f"served by: vllm serve {exported.policy_dir}"
+        )
+    for folder in (exported.policy_dir, exported.drafter_dir):
+        if not folder.is_dir():
+            raise ConfigError(
+                f"run {run_dir.name}: what it exported to {folder} is gone; specrl resume exports it again"
+            )
+    return exported

@@ -28,7 +28,6 @@ from specrl.report.results import CONFIG_FILE, is_run, readable_config, readable
 from specrl.report.tables import print_line, print_table, printable
 
 Count = Annotated[int, option("How many of them to show.", least=0)]
-PROMPT = "Instead, show all responses to this prompt, of all steps or of --step."
 
 
 def ls(as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
@@ -141,7 +140,6 @@ def samples(
     best: Count = 3,
     worst: Count = 3,
     longest: Count = 3,
-    prompt: Annotated[int | None, option(PROMPT, "ID")] = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
@@ -158,15 +156,6 @@ def samples(
         raise ConfigError(f"run {run_dir.name} has no rollouts yet")
     if step is not None and step not in steps:
         raise ConfigError(f"--step {step}: run {run_dir.name} has rollouts of steps {steps[0]} to {steps[-1]}")
-    if prompt is not None:
-        found = list(reader.prompt(prompt, steps if step is None else [step]))
-        if not found:
-            raise ConfigError(f"--prompt {prompt}: no response to it; specrl samples prints the numbers of prompts")
-        if as_json:
-            print_json({"run": run_dir.name, "prompt": prompt, "samples": [asdict(sample) for sample in found]})
-        else:
-            print_samples(f"{len(found)} responses to prompt {prompt}", found)
-        return
     shown = reader.step(steps[-1] if step is None else step, best, worst, longest)
     if as_json:
         print_json({"run": run_dir.name, **asdict(shown)})

@@ -14,7 +14,7 @@ from specrl.config import Config, ConfigError, load_config
 from specrl.report.results import find_stages, read_config
 
 if TYPE_CHECKING:
-    from specrl.projection.simulator.workload import MeasuredRun
+    from specrl.projection.simulator.step import MeasuredRun
 
 ABOUT = "A run's name or folder, or a configuration file (.toml)."
 Subject = Annotated[str | None, typer.Argument(metavar="RUN|CONFIG", help=ABOUT)]
@@ -55,7 +55,7 @@ def project(
 
 
 def _read(name: str, runs_dir: Path) -> tuple[Config, MeasuredRun]:
-    from specrl.projection.simulator.workload import MeasuredRun
+    from specrl.projection.simulator.step import MeasuredRun
 
     run_dir = find_own_run(name, runs_dir)
     stages = find_stages(run_dir)

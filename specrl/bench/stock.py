@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from specrl.config import Config
-from specrl.distributed.ranks import VARIABLES
+from specrl.distributed import VARIABLES
 from specrl.processes import OF_RANKS, last_line, start_helper
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.requests import Generation, Request

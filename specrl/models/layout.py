@@ -64,9 +64,6 @@ def check_teacher(config: Config, policy_dir: Path | None) -> None:
 
     Args:
         policy_dir: The policy's directory; None if it does not exist yet, so that tokens cannot be compared.
-
-    Raises:
-        ConfigError: The teacher cannot; each line names the key.
     """
     directory = config.train.teacher
     if directory is None:

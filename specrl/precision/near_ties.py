@@ -119,11 +119,7 @@ def compare(left: Sequence[Trace], right: Sequence[Trace], noise: float) -> Comp
 
 
 def _agreement(left: Trace, right: Trace) -> tuple[list[int], int | None]:
-    """The positions before the first difference, ascending, and that difference; None if the responses are equal.
-
-    Raises:
-        ValueError: One response is a proper beginning of the other, which no choice of token explains.
-    """
+    """The positions before the first difference, ascending, and that difference; None if the responses are equal."""
     both = sorted(set(left) & set(right))
     for place, position in enumerate(both):
         if left[position].token != right[position].token:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +14,11 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from jinja2 import Environment, FileSystemLoader
 
-from specrl.artifacts import write_text
+from specrl.artifacts import SetScore, write_text
 from specrl.lineage.history import changes_by_step
-from specrl.report.curve import curve_chart
-from specrl.report.gantt import gantt
-from specrl.report.plots import embedded, histogram, line_chart
+from specrl.report.plots import embedded, gantt, histogram, line_chart
 from specrl.report.samples import clipped, page_samples
-from specrl.report.summary import Results, event_table, exported, headlines, summary_tables
+from specrl.report.summary import Results, by_set, event_table, exported, headlines, summary_tables
 from specrl.schemas import ROLLOUT_SCHEMA
 from specrl.timeline import timeline_from
 
@@ -81,6 +79,15 @@ def _result_charts(found: Results) -> list[Chart]:
         line = line_chart({"": speedups}, "running batch", "tokens per second, relative to plain")
         charts.append(Chart("Speculative against plain generation, matched pairs", line))
     return charts
+
+
+def curve_chart(curve: Sequence[SetScore]) -> str:
+    """Draw the accuracy of each set over the RL steps, with its confidence interval as a band."""
+    series = {
+        name: [(score.step, score.accuracy, *score.ci["accuracy"]) for score in scores]
+        for name, scores in by_set(curve).items()
+    }
+    return line_chart(series, "RL step", "accuracy")
 
 
 def _bubble_charts(steps_dir: Path) -> list[Chart]:

@@ -11,7 +11,7 @@ from specrl.projection.budgets import Budget
 from specrl.projection.memory import MARGIN
 from specrl.projection.plan import Plan
 from specrl.projection.simulator.choices import Choice, assumptions, choices, ideas
-from specrl.projection.simulator.hardware import Efficiency
+from specrl.projection.simulator.engine import Efficiency
 from specrl.projection.simulator.published import PublishedRow, mean_error
 from specrl.projection.simulator.step import StepModel
 from specrl.projection.traffic import Transfer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -85,13 +85,6 @@ class SampleReader:
         }
         chosen = {name: [self._sample(table, row) for row in rows[:count]] for name, (count, rows) in orders.items()}
         return StepSamples(step, len(rewards), sum(rewards) / max(len(rewards), 1), chosen)
-
-    def prompt(self, prompt_id: int, steps: Sequence[int]) -> Iterator[Sample]:
-        for step in steps:
-            table = self._read(step)
-            for row, number in enumerate(table["prompt_id"].to_pylist()):
-                if number == prompt_id:
-                    yield self._sample(table, row)
 
     def _read(self, step: int) -> pa.Table:
         assert self._folder is not None

@@ -1,9 +1,10 @@
-"""`summary.json`, which other tools read, and the tables at the end of a run."""
+"""`summary.json`, which other tools read, the tables at the end of a run, and its description in MLflow."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -24,11 +25,18 @@ from specrl.artifacts import (
 )
 from specrl.config import STAGES, Config
 from specrl.events import SIGNAL, read_events
-from specrl.export.card import serve_command
+from specrl.export.card import data_name, learner, serve_command
 from specrl.lifetime.segments import read_segments
 from specrl.lineage.history import CHANGES
-from specrl.report.curve import curve_rows
-from specrl.report.results import find_stages, finished_steps, job_id_of, readable, readable_config, seconds_of
+from specrl.report.results import (
+    find_stages,
+    finished_steps,
+    job_id_of,
+    read_config,
+    readable,
+    readable_config,
+    seconds_of,
+)
 from specrl.report.tables import print_line, print_table
 from specrl.tracking.sender import registered_version
 
@@ -42,6 +50,7 @@ SOURCES = {
 }
 """Drafts of a user's own source go by its name."""
 POSITIONS_SHOWN = 8  # draft positions shown; `summary.json` has all
+FIRST = ("accuracy, held out", "reward, training", "acceptance length")  # of the description, with the speedups
 
 
 @dataclass(frozen=True)
@@ -244,6 +253,28 @@ def result_rows(found: Results) -> list[tuple[str, str]]:
     return [*rows, ("not finished", ", ".join(unfinished))] if unfinished else rows
 
 
+def by_set(curve: Sequence[SetScore]) -> dict[str, list[SetScore]]:
+    found: dict[str, list[SetScore]] = {}
+    for score in curve:
+        found.setdefault(score.set, []).append(score)
+    return found
+
+
+def curve_rows(curve: Sequence[SetScore]) -> list[tuple[str, str]]:
+    """Make a row per held-out set, such as `23.4% -> 50.8% at step 8 (42.2% to 59.3%; best 52.3% at step 6)`."""
+    rows = []
+    for name, scores in by_set(curve).items():
+        first, last = scores[0], scores[-1]
+        best = max(scores, key=lambda score: score.accuracy)
+        low, high = last.ci.get("accuracy", (nan, nan))
+        extent = f"{low:.1%} to {high:.1%}; best {best.accuracy:.1%} at step {best.step}"
+        text = f"{first.accuracy:.1%} -> {last.accuracy:.1%} at step {last.step} ({extent})"
+        if last.k > 1:
+            text += f", pass@{last.k} {first.pass_at_k:.1%} -> {last.pass_at_k:.1%}"
+        rows.append((f"validation, {name}", text))
+    return rows
+
+
 def _accuracy_rows(found: ValidateResult) -> list[tuple[str, str]]:
     def row(name: str, before: float, after: float, num_prompts: int) -> tuple[str, str]:
         return f"accuracy, {name}", f"{before:.1%} -> {after:.1%} ({_count(num_prompts, 'prompt')})"
@@ -341,3 +372,35 @@ def _stage_times(found: Results) -> list[tuple[str, str, str, str]]:
         numbers = (f"{seconds:.0f}", f"{seconds / total:.0%}") if seconds else ("-", "-")
         rows.append((stage, *numbers, "" if folder is None else _jobs(found.run_dir, folder)))
     return [*rows, ("all", f"{total:.0f}", "", "")]
+
+
+def describe(run_dir: Path) -> str:
+    """Describe a run in Markdown for its page in MLflow: its results so far, and where to find more."""
+    config, found = read_config(run_dir), Results.read(run_dir)
+    lines, rows = [headline(config), ""], result_rows(found)
+    short = {what: result.partition(" (")[0] for what, result in rows if what in FIRST or what.startswith("speedup")}
+    shown = [f"{what} {result}" for what, result in short.items()]
+    if shown:  # MLflow's page shows three lines until it is expanded
+        lines += [f"**{'; '.join(shown)}**", ""]
+    if rows:
+        lines += ["| what | result |", "|---|---|", *(f"| {what} | {_cell(result)} |" for what, result in rows), ""]
+    lines += ["Stages are runs nested below this one. Artifacts include `summary.json`, `report.html` and `logs/`."]
+    if found.export is not None:
+        names = [f"{config.name}-policy", *([f"{config.name}-drafter"] if found.export.drafter_dir else [])]
+        lines += ["", f"Registered models: {', '.join(f'[{name}](#/models/{name})' for name in names)}."]
+    if (serving := exported(found)) is not None:
+        lines += ["", "    " + serving[1]]
+    return "\n".join([*lines, "", f"Folder: `{run_dir}`"])
+
+
+def headline(config: Config) -> str:
+    """Say in one sentence what is trained on what."""
+    return (
+        f"RL post-training of {learner(config)} on `{data_name(config)}`, {config.train.num_steps} steps of "
+        f"{config.train.prompts_per_step} prompts x {config.train.samples_per_prompt} responses, drafts by "
+        f"`{config.speculation.method}`."
+    )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -49,9 +49,6 @@ def start_engine(
 
     Args:
         gpu_share: The share of the GPU's memory to use beside other engines; None for most of it.
-
-    Raises:
-        ValueError: `precision` asks for FP8, but training left no recipe for it.
     """
     recipe = recipe_of(policy_dir, join()) if config.precision.uses_fp8 else None
     if recipe is None and config.precision.uses_fp8:

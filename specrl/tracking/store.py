@@ -79,11 +79,7 @@ def tracking_uri(config: Config) -> str:
 
 
 def uri_of_environment() -> str | None:
-    """The value of MLFLOW_TRACKING_URI, if any, in the form of `tracking.uri`.
-
-    Raises:
-        ConfigError: It is not valid for the setting.
-    """
+    """The value of MLFLOW_TRACKING_URI, if any, in the form of `tracking.uri`."""
     given = os.environ.get(URI_VARIABLE)
     try:
         return checked_uri(given) if given else None
@@ -152,16 +148,25 @@ def check_server(config: Config) -> None:
         if (uri != own_uri(config) or os.path.lexists(own)) and (lack := lack_of_store(uri)) is not None:
             raise ConfigError(f"{key} = {uri}: {lack}")
         return
-    if (reason := why_silent(uri, SERVER_SECONDS)) is not None:
-        raise ConfigError(
-            f"{key} = {uri}: no MLflow server answers ({reason}); start it, or unset {key} to record in a sqlite file "
-            "in the runs folder"
-        )
-    if (said := why_refused(uri, SERVER_SECONDS)) is not None:
+    answer = _ask(uri, "/api/2.0/mlflow/experiments/search?max_results=1")  # allowed for every user
+    if isinstance(answer, str):
+        reason = answer
+    elif answer.status_code in (401, 403):
+        said = " ".join(re.sub(r"<[^>]*>", " ", f"{answer.status_code} {answer.text[:REFUSAL_CHARACTERS]}").split())
         raise ConfigError(
             f"{key} = {uri}: MLflow refuses what it is asked ({said}); credentials are given in the environment: "
             "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         )
+    elif answer.status_code not in (200, 404):
+        reason = f"it answers with {answer.status_code}"
+    elif answer.text.strip() in ("", "OK", "{}") or re.search('"(experiments|error_code)"', answer.text):
+        return
+    else:
+        reason = "what answers there is no MLflow"  # the page of another server, or of a proxy
+    raise ConfigError(
+        f"{key} = {uri}: no MLflow server answers ({reason}); start it, or unset {key} to record in a sqlite file in "
+        "the runs folder"
+    )
 
 
 def lack_of_store(uri: str) -> str | None:
@@ -200,7 +205,7 @@ def _lack_of_databricks(profile: str | None) -> str | None:
     ask = partial(Settings, profile=profile, http_timeout_seconds=int(SERVER_SECONDS), retry_timeout_seconds=1)
     try:
         host = ask(credentials_strategy=nobody, auth_type="none").host
-        if host and (silent := why_silent(host, SERVER_SECONDS, is_mlflow=False)) is not None:
+        if host and isinstance(silent := _ask(host, "/health"), str):
             return f"{host} does not answer ({silent}); check DATABRICKS_HOST or ~/.databrickscfg"
         ask()
     except ValueError as error:
@@ -224,42 +229,17 @@ def _lack_of_file(path: Path) -> str | None:
     return None
 
 
-def why_silent(uri: str, seconds: float, *, is_mlflow: bool = True) -> str | None:
-    """Why a server, MLflow's or another, seems unreachable to a client like MLflow's; None if it answers."""
+def _ask(uri: str, path: str) -> Any:
+    """A server's answer to MLflow's client, or why there is none, in words."""
     import_mlflow()
     from mlflow.exceptions import MlflowException
-
-    try:
-        answer = _ask(uri, "/health", seconds)
-        if is_mlflow and (answer.ok or answer.status_code == 404) and answer.text.strip() not in ("", "OK"):
-            # It may be the page of another server, or of a proxy.
-            answer = _ask(uri, "/api/2.0/mlflow/experiments/get?experiment_id=0", seconds)
-            if answer.status_code not in (401, 403) and not re.search('"(experiment|error_code)"', answer.text):
-                return "what answers there is no MLflow"
-    except (MlflowException, OSError, ValueError) as error:
-        return " ".join(str(error.__cause__ or error).split())
-    return None if answer.ok or answer.status_code in (401, 403, 404) else f"it answers with {answer.status_code}"
-
-
-def why_refused(uri: str, seconds: float) -> str | None:
-    """The refusal of an MLflow server that accepts nothing from this client, or is not known by this name."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        answer = _ask(uri, "/api/2.0/mlflow/experiments/search?max_results=1", seconds)  # allowed for every user
-    except (MlflowException, OSError, ValueError):  # it is busy; logged entries wait
-        return None
-    if answer.status_code not in (401, 403):
-        return None
-    words = " ".join(re.sub(r"<[^>]*>", " ", answer.text).split())
-    return f"{answer.status_code} {words[:REFUSAL_CHARACTERS]}".rstrip()
-
-
-def _ask(uri: str, path: str, seconds: float) -> Any:
     from mlflow.utils.credentials import get_default_host_creds
     from mlflow.utils.rest_utils import http_request
 
-    return http_request(get_default_host_creds(uri.rstrip("/")), path, "GET", timeout=seconds, max_retries=0)
+    try:
+        return http_request(get_default_host_creds(uri.rstrip("/")), path, "GET", timeout=SERVER_SECONDS, max_retries=0)
+    except (MlflowException, OSError, ValueError) as error:
+        return " ".join(str(error.__cause__ or error).split())
 
 
 def experiment_id(client: Any, config: Config) -> str:

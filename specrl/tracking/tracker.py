@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,13 +15,13 @@ from typing import Any
 from specrl.artifacts import write_text
 from specrl.metrics import find_metric
 from specrl.tracking.log import FILES_FOLDER, Log
-from specrl.tracking.tensorboard import EventFile
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
 WEIGHTS = "*.safetensors"
 TABLES_TAG = "mlflow.loggedArtifacts"
+TENSORBOARD = "tensorboard"  # a folder of the run
 
 
 class Tracker:
@@ -155,6 +157,31 @@ class Tracker:
         if self._lost:
             logger.warning("%s can be written again; %d entries were lost", self._log.folder, self._lost)
             self._lost = 0
+
+
+class EventFile:
+    """The metrics that one process logs for a run or a stage, as TensorBoard's file in `RUN/tensorboard/OWNER`."""
+
+    def __init__(self, log: Log) -> None:
+        run_dir = log.owner.parent.parent if log.owner.parent.name == "stages" else log.owner
+        self._log, self.folder = log, run_dir / TENSORBOARD / log.owner.name
+        self._lock = threading.Lock()
+        self._writer: Any = None
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write logged metrics; an OSError if the disk fails, or whatever tensorboardX raises."""
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        with self._lock:
+            if self._writer is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                # Its name has the time in whole seconds: the size of the log keeps two processes of a second apart.
+                self._writer = EventsWriter(str(self.folder / "events"), f".{self._log.path.stat().st_size}")
+            self._writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+            self._writer.flush()
 
 
 def relative(path: Path, folder: Path) -> str:

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from flows.cli import invoke
-from specrl.bench.drafter.candidates import read_candidate
-from specrl.bench.drafter.initial import write_instructions
-from specrl.bench.drafter.main import rounds_of_prompts
+from specrl.bench.drafter.main import read_candidate, rounds_of_prompts, write_instructions
 from specrl.bench.options import DrafterOptions
 from specrl.bench.rollouts.rounds import compared
 from specrl.config import ConfigError, parse_config

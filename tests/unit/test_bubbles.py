@@ -15,7 +15,7 @@ from torch.distributed import HashStore, TCPStore
 from specrl.config import ConfigError, parse_config
 from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
-from specrl.report.gantt import gantt
+from specrl.report.plots import gantt
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank, put_to_use
 from specrl.rollout.bubbles.pregeneration import by_tokens
 from specrl.rollout.bubbles.texts import PregeneratedText

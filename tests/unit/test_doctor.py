@@ -6,7 +6,7 @@ import errno
 import http.server
 import json
 import stat
-import sys
+import sysconfig
 import threading
 from io import StringIO
 from pathlib import Path
@@ -19,7 +19,6 @@ from flows.preflight import _shared_databases
 from specrl.checks import Check, file_systems, gpu
 from specrl.config import parse_config
 from specrl.report import doctor
-from specrl.report.doctor import machine, packages, services
 
 NOTHING_TO_FIX = ""
 
@@ -38,13 +37,14 @@ def test_every_finding_that_is_not_ok_says_how_to_fix_it(tmp_path: Path) -> None
 
 
 def test_this_environment_has_the_packages_it_needs() -> None:
-    assert [check for check in packages.checks(gpu=False) if check.status == "fail"] == []
+    assert doctor.check_packages(doctor.LOCKS / "cpu.lock").status != "fail"
+    assert doctor.check_torch(Path(sysconfig.get_path("purelib"))) == []
 
 
 def test_a_login_node_checks_the_packages_of_its_environment_and_not_of_its_hardware(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    monkeypatch.setattr(doctor, "_gpus", list)
     for torch, lock in (("2.13.0", "gpu.lock"), (None, "cpu.lock")):
         monkeypatch.setattr(gpu, "torch_for_gpus", lambda torch=torch: torch)
         (found,) = (check.found for check in doctor.checks(tmp_path / "runs") if check.name == "packages")
@@ -54,15 +54,15 @@ def test_a_login_node_checks_the_packages_of_its_environment_and_not_of_its_hard
 def test_a_package_that_is_missing_or_of_another_version_is_told(tmp_path: Path) -> None:
     lock = tmp_path / "cpu.lock"
     lock.write_text("rich==1.0.0\nTyping_Extensions==4.0 ; python_version < '4'\n# rich==2\n")
-    pins = packages.read_pins(lock)
+    pins = doctor.read_pins(lock)
     assert pins == {"rich": "1.0.0", "typing-extensions": "4.0"}
-    other = packages.check_packages(lock)
+    other = doctor.check_packages(lock)
     assert (other.status, other.fix) == ("warn", "make env LOCK=requirements/cpu.lock")
     assert "locked is 1.0.0" in other.found
     lock.write_text("no-such-package==1.0\nrich==1.0.0\n")
-    missing = packages.check_packages(lock)
+    missing = doctor.check_packages(lock)
     assert missing.status == "fail" and "no-such-package" in missing.found
-    assert packages.read_pins(tmp_path / "absent.lock") == {}
+    assert doctor.read_pins(tmp_path / "absent.lock") == {}
 
 
 def test_developers_packages_may_be_missing_and_broken_or_hidden_ones_are_passed_over(
@@ -83,69 +83,55 @@ def test_developers_packages_may_be_missing_and_broken_or_hidden_ones_are_passed
     monkeypatch.setattr("sys.path", [str(tmp_path / "first"), str(tmp_path / "second")])
     lock = tmp_path / "cpu.lock"
     lock.write_text("needed==1.0\n")
-    assert packages.check_packages(lock).status == "ok"
+    assert doctor.check_packages(lock).status == "ok"
     lock.write_text("needed==1.0\nruff==0.1\n")
-    without = packages.check_packages(lock)
+    without = doctor.check_packages(lock)
     assert without.status == "warn" and without.found.endswith("others are installed: ruff (missing), locked is 0.1")
 
 
 def test_all_that_developers_install_is_known_to_the_doctor() -> None:
-    lines = (packages.LOCKS / "dev.in").read_text().split()
-    assert set(lines) <= set(packages.DEVELOPERS) <= set(packages.read_pins(packages.LOCKS / "cpu.lock"))
-
-
-def test_an_environment_that_compiles_all_modules_in_every_process_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    slow = packages.check_bytecode(tmp_path)
-    assert slow.status == "warn" and f"-m compileall -q {tmp_path}" in slow.fix
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    assert packages.check_bytecode(tmp_path).status == "ok"
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    (tmp_path / "torch" / "__pycache__").mkdir(parents=True)
-    (tmp_path / "torch" / "__pycache__" / "serialization.cpython-311.pyc").touch()
-    assert packages.check_bytecode(tmp_path).status == "ok"
+    lines = (doctor.LOCKS / "dev.in").read_text().split()
+    assert set(lines) <= set(doctor.DEVELOPERS) <= set(doctor.read_pins(doctor.LOCKS / "cpu.lock"))
 
 
 def test_a_machine_without_slurm_is_told_which_packages_bring_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(services, "SYSTEM_PATHS", str(tmp_path))
-    [slurm] = services.check_slurm()
+    monkeypatch.setattr(doctor, "SYSTEM_PATHS", str(tmp_path))
+    [slurm] = doctor.check_slurm()
     assert slurm.status == "warn"
     assert "apt-get install" in slurm.fix
 
 
 def test_a_partial_slurm_names_the_missing_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(services, "SYSTEM_PATHS", str(tmp_path))
-    for name in services.CLIENT[1:]:
+    monkeypatch.setattr(doctor, "SYSTEM_PATHS", str(tmp_path))
+    for name in doctor.CLIENT[1:]:
         fake_command(tmp_path, name, "exit 1")
-    [partial] = services.check_slurm()
+    [partial] = doctor.check_slurm()
     assert partial.found == "missing sbatch"
     fake_command(tmp_path, "sbatch", "exit 1")
-    assert [check.status for check in services.check_slurm()] == ["ok", "warn", "warn", "warn"]
+    assert [check.status for check in doctor.check_slurm()] == ["ok", "warn", "warn", "warn"]
     for name in ("sinfo", "sacct", "munge"):
         fake_command(tmp_path, name, "echo '2 debug*'")
-    answers = services.check_slurm()
+    answers = doctor.check_slurm()
     assert [check.status for check in answers] == ["ok"] * 4
     assert "2 debug*" in answers[-1].found
 
 
 def test_mlflow_is_asked_where_it_is(tmp_path: Path) -> None:
-    answered = services.check_mlflow(tmp_path, None)
+    answered = doctor.check_mlflow(tmp_path, None)
     assert (answered.status, answered.found) == ("ok", f"sqlite:///{tmp_path}/mlflow.db")
     assert not (tmp_path / "mlflow.db").exists()
     (tmp_path / "mlflow.db").write_text("not a database, but long enough to be read as the header of one" * 4)
-    damaged = services.check_mlflow(tmp_path, None)
+    damaged = doctor.check_mlflow(tmp_path, None)
     assert (damaged.status, damaged.fix) == ("fail", "name another file")
 
 
 def test_a_store_that_cannot_be_used_comes_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql+nodriver://host/mlflow")
-    told = services.check_mlflow(tmp_path, None)
+    told = doctor.check_mlflow(tmp_path, None)
     assert told.found.startswith("MLFLOW_TRACKING_URI = ") and told.fix == "correct it, or unset it"
 
 
@@ -153,7 +139,7 @@ def test_an_mlflow_server_that_is_away_fails_with_its_address() -> None:
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
     uri = f"http://127.0.0.1:{server.server_address[1]}"
     server.server_close()
-    away = services.check_mlflow(Path("runs"), uri)
+    away = doctor.check_mlflow(Path("runs"), uri)
     assert away.status == "fail"
     assert uri in away.found
 
@@ -179,7 +165,7 @@ def test_an_mlflow_server_that_answers_is_ok() -> None:
     server = http.server.HTTPServer(("127.0.0.1", 0), Healthy)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    answered = services.check_mlflow(Path("runs"), f"http://127.0.0.1:{server.server_address[1]}")
+    answered = doctor.check_mlflow(Path("runs"), f"http://127.0.0.1:{server.server_address[1]}")
     server.shutdown()
     thread.join()
     server.server_close()
@@ -189,9 +175,9 @@ def test_an_mlflow_server_that_answers_is_ok() -> None:
 def test_a_prefect_home_that_cannot_be_made_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "file" / "home"))
-    assert services.check_prefect_home(tmp_path).status == "fail"
+    assert doctor.check_prefect_home(tmp_path).status == "fail"
     monkeypatch.delenv("PREFECT_HOME")
-    assert services.check_prefect_home(tmp_path).found == str(tmp_path / ".prefect")
+    assert doctor.check_prefect_home(tmp_path).found == str(tmp_path / ".prefect")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -229,9 +215,9 @@ def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_no_database_lies_where_several_hosts_write_it(kind: str, mounts: Path) -> None:
     table = file_systems.MOUNTS
     table.write_text(table.read_text().replace("nfs4", kind))
-    assert machine.check_locks(mounts / "runs").found == f"{kind}, which several hosts share"
-    assert services.check_prefect_home(mounts / "runs").found == str(mounts.parent / "node" / "specrl" / "prefect")
-    told = services.check_mlflow(mounts / "runs", None)
+    assert doctor.check_locks(mounts / "runs").found == f"{kind}, which several hosts share"
+    assert doctor.check_prefect_home(mounts / "runs").found == str(mounts.parent / "node" / "specrl" / "prefect")
+    told = doctor.check_mlflow(mounts / "runs", None)
     assert (told.status, told.found) == (
         "warn",
         f"MLflow's {mounts}/runs/mlflow.db lies on {kind}, where several hosts damage it",
@@ -245,18 +231,18 @@ def test_a_home_of_prefect_that_somebody_has_put_on_a_shared_file_system_is_name
     mounts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(mounts / "home"))
-    told = services.check_prefect_home(mounts / "runs")
+    told = doctor.check_prefect_home(mounts / "runs")
     assert (told.status, told.fix) == ("warn", "unset PREFECT_HOME, or name a folder of this machine")
 
 
 def test_a_file_system_without_locks_holds_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.check_locks(tmp_path / "runs").status == "ok"
+    assert doctor.check_locks(tmp_path / "runs").status == "ok"
 
     def flock(file: object, how: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    assert machine.check_locks(tmp_path / "runs").status == "fail"
+    assert doctor.check_locks(tmp_path / "runs").status == "fail"
 
 
 def test_a_run_on_a_cluster_says_once_what_to_set(mounts: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specrl.rollout.bubbles.earlier import PER_PROMPT, EarlierResponses
+from specrl.rollout.bubbles.texts import PER_PROMPT, EarlierResponses
 from specrl.schemas import Rollout, merge_ranks, rollout_path, write_rollouts
 
 

@@ -20,10 +20,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from specrl.report.doctor import packages
+from specrl.report import doctor
 
 ROOT = Path(__file__).parents[2]
-GPU_PINS = packages.read_pins(ROOT / "requirements/gpu.lock")
+GPU_PINS = doctor.read_pins(ROOT / "requirements/gpu.lock")
 
 
 def install(site_packages: Path, name: str, version: str, files: dict[str, str]) -> None:
@@ -93,9 +93,9 @@ def test_torch_is_built_for_the_cuda_version_beside_it(
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     install(tmp_path, "torch", "2.13.0", {"torch/version.py": f"debug = False\ncuda: Optional[str] = {cuda}\n"})
-    assert packages.check_torch(tmp_path) == []
+    assert doctor.check_torch(tmp_path) == []
     install(tmp_path, "cuda-toolkit", "13.0.3.0", {})
-    assert [check.status for check in packages.check_torch(tmp_path)] == ["fail"] * wrong
+    assert [check.status for check in doctor.check_torch(tmp_path)] == ["fail"] * wrong
 
 
 @pytest.mark.parametrize("lock", ["cpu.lock", "gpu.lock"])
@@ -161,7 +161,7 @@ def test_what_fetches_data_sets_is_asked_for_and_not_only_in_a_lock() -> None:
 
 @pytest.mark.parametrize("package", ["megatron-core", "torch", "triton"])
 def test_both_locks_have_one_version(package: str) -> None:
-    assert packages.read_pins(ROOT / "requirements/cpu.lock")[package] == GPU_PINS[package]
+    assert doctor.read_pins(ROOT / "requirements/cpu.lock")[package] == GPU_PINS[package]
 
 
 def test_megatron_core_declares_that_it_works_with_what_is_locked_beside_it() -> None:

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from specrl.models.shapes import KNOWN_SHAPES
-from specrl.projection.simulator.engine import EngineModel
-from specrl.projection.simulator.hardware import HARDWARE
+from specrl.projection.simulator.engine import HARDWARE, EngineModel
 from specrl.projection.simulator.measured import GPUS, RESPONSES, DraftCounts, step_seconds
 from specrl.projection.simulator.step import Speculation, StepModel
 

@@ -24,7 +24,7 @@ from sqlalchemy.exc import OperationalError
 from flows.cli import invoke
 from flows.folder import anchor, write_config
 from specrl.config import Config, ConfigError, parse_config
-from specrl.report.doctor import services
+from specrl.report import doctor
 from specrl.tracking import runs
 from specrl.tracking.log import Log
 from specrl.tracking.runs import finish_parent_run, start_parent_run, sync_run
@@ -333,7 +333,7 @@ def test_databricks_without_credentials_or_without_its_host_is_refused_before_an
             ConfigError, match=rf"^tracking\.uri = {uri}: no credentials \(.*\); set DATABRICKS_HOST and"
         ):
             check_server(config_of(tmp_path, uri=uri, experiment="/Users/me/x"))
-        assert services.check_mlflow(tmp_path, uri).status == "fail"
+        assert doctor.check_mlflow(tmp_path, uri).status == "fail"
     handler = http.server.SimpleHTTPRequestHandler
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         hosts = {"mine": f"http://127.0.0.1:{server.server_port}", "away": "http://127.0.0.1:9"}
@@ -341,7 +341,7 @@ def test_databricks_without_credentials_or_without_its_host_is_refused_before_an
         (tmp_path / ".databrickscfg").write_text("".join(profiles))
         threading.Thread(target=server.serve_forever, daemon=True).start()
         check_server(config_of(tmp_path, uri="databricks://mine", experiment="/Users/me/x"))
-        assert services.check_mlflow(tmp_path, "databricks://mine").status == "ok"
+        assert doctor.check_mlflow(tmp_path, "databricks://mine").status == "ok"
         with pytest.raises(
             ConfigError, match=r"^tracking\.experiment = specrl: Databricks takes paths, such as /Users/"
         ):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from flows.cli import invoke
-from flows.commands import remove as commands
-from flows.commands.remove import remove
+from flows.commands import run as commands
+from flows.commands.run import remove
 from flows.folder import is_worked_on, only_flow, write_config
 from slurm.submit import attach_or_submit, live_jobs
 from specrl.config import Config, parse_config

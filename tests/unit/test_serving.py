@@ -47,7 +47,7 @@ def test_the_servers_processes_are_spawned_whatever_a_shell_says(
 ) -> None:
     started: list[dict[str, str]] = []
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    monkeypatch.setattr("flows.commands.serve_model.serve_arguments", lambda *_: ["vllm", "serve", "policy"])
+    monkeypatch.setattr("flows.commands.export.serve_arguments", lambda *_: ["vllm", "serve", "policy"])
     monkeypatch.setattr(os, "execve", lambda *words: started.append(words[2]))
     assert invoke(["serve-model", exported(tmp_path, policy_dir=tmp_path, drafter_dir=tmp_path)]) == 0
     assert started[0]["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"

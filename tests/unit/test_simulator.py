@@ -14,11 +14,9 @@ from flows.folder import write_config
 from specrl.config import ConfigError, load_config
 from specrl.models.shapes import KNOWN_SHAPES
 from specrl.projection.simulator.choices import ACCEPTANCE, choices, hardware_of, ideas, model_of
-from specrl.projection.simulator.engine import EngineModel
-from specrl.projection.simulator.hardware import HARDWARE, Efficiency
+from specrl.projection.simulator.engine import HARDWARE, Efficiency, EngineModel
 from specrl.projection.simulator.published import PublishedRow, published_rows
-from specrl.projection.simulator.step import Speculation, StepModel, acceptance_length
-from specrl.projection.simulator.workload import Lengths, Workload
+from specrl.projection.simulator.step import Lengths, Speculation, StepModel, Workload, acceptance_length
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 
 IDEAL = Efficiency(flops=1.0, bandwidth=1.0, iteration_s=0.0, draft_pass_s=0.0, message_s=0.0, verified_row=0.0)

@@ -13,7 +13,7 @@ import torch
 from specrl.bench.gpu.generation import RATES, K
 from specrl.bench.stock import StockEngine, StockError, gpu_share, stock_arguments, stock_environment
 from specrl.config import Config, EngineConfig
-from specrl.distributed.ranks import VARIABLES
+from specrl.distributed import VARIABLES
 from specrl.processes import start_helper
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT

@@ -33,10 +33,9 @@ from specrl.artifacts import (
 from specrl.config import STAGES, dump_config, parse_config
 from specrl.events import record_event
 from specrl.lifetime.segments import add_to_segment, begin_segment
-from specrl.report.description import describe
 from specrl.report.html import read_columns, write_report
 from specrl.report.results import find_stages, read_config
-from specrl.report.summary import render_summary, write_summary
+from specrl.report.summary import describe, render_summary, write_summary
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.validation.scores import SetResponses, score_set
 

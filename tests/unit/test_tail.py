@@ -11,7 +11,7 @@ import pytest
 
 from specrl.projection.simulator import generation
 from specrl.projection.simulator.generation import DecodingSpeed, SimulatedResponse, decode, simulate
-from specrl.projection.simulator.workload import Drawn, MeasuredRun, Workload, dealt
+from specrl.projection.simulator.step import Drawn, MeasuredRun, Workload, dealt
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 
 

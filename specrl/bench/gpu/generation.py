@@ -18,8 +18,7 @@ from specrl.bench.stock import StockEngine, StockError
 from specrl.config import Config
 from specrl.config.methods import EAGLE3 as SHIPPED
 from specrl.models.shapes import model_shape
-from specrl.projection.simulator.engine import EngineModel
-from specrl.projection.simulator.hardware import HARDWARE
+from specrl.projection.simulator.engine import HARDWARE, EngineModel
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.drafts.cost_model import possible_lengths
 from specrl.rollout.engine import Engine, Generation, Request

@@ -19,9 +19,8 @@ from typing import Any, Self
 
 from specrl.artifacts import PretrainResult, read_result, write_result
 from specrl.bench.cells import Cell, config_of
-from specrl.bench.job import say
+from specrl.bench.job import Subject, say
 from specrl.bench.spread import order_of
-from specrl.bench.subject import Subject
 from specrl.config import ConfigError
 from specrl.context import StageContext
 from specrl.keys import code_digest

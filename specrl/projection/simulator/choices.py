@@ -9,10 +9,17 @@ from typing import get_args
 from specrl.config import Config, ConfigError
 from specrl.config.rollout import BubbleUse
 from specrl.models.shapes import model_shape, teacher_shape
-from specrl.projection.simulator.engine import EngineModel
-from specrl.projection.simulator.hardware import HARDWARE, Hardware
-from specrl.projection.simulator.step import AGREES, Speculation, StepModel, StepTime, acceptance_length
-from specrl.projection.simulator.workload import Lengths, Responses, Workload
+from specrl.projection.simulator.engine import HARDWARE, EngineModel, Hardware
+from specrl.projection.simulator.step import (
+    AGREES,
+    Lengths,
+    Responses,
+    Speculation,
+    StepModel,
+    StepTime,
+    Workload,
+    acceptance_length,
+)
 
 ACCEPTANCE = (0.88, 0.75, 0.64)
 """The share of drafts accepted at positions 1, 2, 3 where nothing was measured: an acceptance length of 3.3 at k = 3,

@@ -19,11 +19,9 @@ from itertools import chain
 
 from specrl.config.rollout import BubbleUse
 from specrl.models.shapes import KNOWN_SHAPES
-from specrl.projection.simulator.engine import EngineModel
+from specrl.projection.simulator.engine import HARDWARE, EngineModel
 from specrl.projection.simulator.generation import DecodingSpeed, Shares, SimulatedResponse
-from specrl.projection.simulator.hardware import HARDWARE
-from specrl.projection.simulator.step import StepModel
-from specrl.projection.simulator.workload import Lengths, Workload, dealt
+from specrl.projection.simulator.step import Lengths, StepModel, Workload, dealt
 
 GPUS = (8, 32, 128)
 RESPONSES = Workload(128, 16, Lengths(1950, 0.8, 8192))  # lengths of RL-Zero in `published.py`

@@ -19,10 +19,8 @@ from typing import Any
 
 from specrl.config import PolicyConfig
 from specrl.models.shapes import KNOWN_SHAPES
-from specrl.projection.simulator.engine import EngineModel
-from specrl.projection.simulator.hardware import HARDWARE
-from specrl.projection.simulator.step import Speculation, StepModel
-from specrl.projection.simulator.workload import Lengths, Workload
+from specrl.projection.simulator.engine import HARDWARE, EngineModel
+from specrl.projection.simulator.step import Lengths, Speculation, StepModel, Workload
 
 
 @dataclass(frozen=True)

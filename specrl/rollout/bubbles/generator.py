@@ -13,9 +13,8 @@ from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import FailureTally, RewardPool, Scores, refuse_failure
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.coordinator import Activity, BubbleCoordinator, EngineRank, put_to_use
-from specrl.rollout.bubbles.earlier import EarlierResponses
 from specrl.rollout.bubbles.pregeneration import Pregeneration, store_texts
-from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts
+from specrl.rollout.bubbles.texts import EarlierResponses, PregeneratedText, deliver_texts
 from specrl.rollout.collect import Asked, Origin, Unscored, collect, deal, open_asked
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
 from specrl.rollout.engine import Engine, Generation

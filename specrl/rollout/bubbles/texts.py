@@ -1,8 +1,11 @@
-"""Texts to draft from: their exchange between the ranks that generated them and those that use them, and files."""
+"""Texts to draft from: their exchange between the ranks that generated them and those that use them, their files, and
+responses of earlier epochs, which serve as drafts when their prompt is asked again."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from array import array
+from collections.abc import Container, Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from specrl.distributed import Ragged, Ranks, Route, deliver, gather_columns
-from specrl.schemas import read_table, write_table
+from specrl.schemas import Rollout, read_table, write_table
 
 SCHEMA = pa.schema(
     [
@@ -65,3 +68,79 @@ def write_texts(path: Path, texts: Sequence[PregeneratedText]) -> None:
 
 def read_texts(path: Path) -> list[PregeneratedText]:
     return [PregeneratedText(**row) for row in read_table(path).to_pylist()]
+
+
+PER_PROMPT = 4
+"""The responses kept of each group, over all engines: those with the lowest sample numbers."""
+MOST_TOKENS = 2**24
+"""The tokens kept on each rank: 64 MiB. Prompts answered longest ago are dropped first."""
+
+
+class EarlierResponses:
+    """The newest responses to each prompt, as far as this rank's engine generated them."""
+
+    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
+        self._most = most_tokens
+        self._groups: dict[int, list[PregeneratedText]] = {}  # by prompt id, those answered longest ago first
+        self._num_tokens = 0
+
+    def add(self, prompt_ids: Iterable[int], rollouts: Iterable[Rollout]) -> None:
+        """Add this engine's rollouts of a step, in groups, and drop older responses to any of the step's prompts."""
+        for prompt_id in prompt_ids:
+            self._drop(prompt_id)
+        kept = (rollout for rollout in rollouts if rollout.sample < PER_PROMPT)
+        for prompt_id, group in groupby(kept, key=lambda rollout: rollout.prompt_id):
+            self._put([PregeneratedText(prompt_id, rollout.seed, rollout.response_tokens) for rollout in group])
+
+    def to(self, prompt_ids: Iterable[int]) -> list[PregeneratedText]:
+        return [text for prompt_id in prompt_ids for text in self._groups.get(prompt_id, ())]
+
+    def restore(self, rollouts_dir: Path, first_step: int, engine: int, num_engines: int) -> None:
+        """Read the rollouts of steps before `first_step` from disk; the engines divide the files of each step.
+
+        Reading stops after as many consecutive steps without a new prompt as there were steps with one: an epoch
+        contains each prompt once.
+        """
+        seen: set[int] = set()
+        newest: list[list[PregeneratedText]] = []
+        num_tokens = with_news = without = 0
+        for step in reversed(range(first_step)):
+            own, prompt_ids = _read(rollouts_dir / f"step={step:06d}", engine, num_engines, seen)
+            newest += reversed(own)
+            num_tokens += sum(len(text.tokens) for group in own for text in group)
+            with_news, without = (with_news, without + 1) if prompt_ids <= seen else (with_news + 1, 0)
+            seen |= prompt_ids
+            if num_tokens > self._most or without > with_news:
+                break
+        for group in reversed(newest):
+            self._put(group)
+
+    def _put(self, group: list[PregeneratedText]) -> None:
+        prompt_id = group[0].prompt_id
+        self._drop(prompt_id)
+        self._groups[prompt_id] = group
+        self._num_tokens += sum(len(text.tokens) for text in group)
+        while self._num_tokens > self._most:
+            self._drop(next(iter(self._groups)))
+
+    def _drop(self, prompt_id: int) -> None:
+        self._num_tokens -= sum(len(text.tokens) for text in self._groups.pop(prompt_id, ()))
+
+
+def _read(
+    folder: Path, engine: int, num_engines: int, known: Container[int]
+) -> tuple[list[list[PregeneratedText]], set[int]]:
+    """The groups in one engine's files whose prompts are not known yet, and all prompts of the step."""
+    groups: dict[int, list[PregeneratedText]] = {}
+    dealt: dict[int, int] = {}  # the engine of each writing rank, in turn: there may have been another number
+    prompt_ids: set[int] = set()
+    for path in sorted(folder.glob("rank-*.arrow")):
+        table = read_table(path)
+        columns = [table[name].to_pylist() for name in ("rank", "prompt_id", "sample", "seed")]
+        for row, (rank, prompt_id, sample, seed) in enumerate(zip(*columns, strict=True)):
+            prompt_ids.add(prompt_id)
+            own = dealt.setdefault(rank, len(dealt) % num_engines) == engine
+            if own and prompt_id not in known and sample < PER_PROMPT:
+                tokens = array("i", table["response_tokens"][row].values.to_numpy().tobytes())
+                groups.setdefault(prompt_id, []).append(PregeneratedText(prompt_id, seed, tokens))
+    return list(groups.values()), prompt_ids

@@ -40,11 +40,7 @@ class AcceptanceWatch:
         self.running: tuple[float, ...] = ()
 
     def check(self, stats: SpeculationStats, version: int) -> None:
-        """Compare the rates of a probe with the running values, then update these.
-
-        Raises:
-            DrafterCollapseError: Nothing was drafted, or acceptance has collapsed at a position.
-        """
+        """Compare the rates of a probe with the running values, then update these."""
         if not stats.num_drafts:
             raise DrafterCollapseError(f"nothing was drafted on the probe with drafter version {version}")
         rates = stats.acceptance_rate_per_pos

@@ -37,11 +37,7 @@ class ParityReport:
 def check_policy(
     engine_logprobs: Sequence[Sequence[float]], trainer_logprobs: Sequence[Sequence[float]], tolerance: float
 ) -> ParityReport:
-    """Compare log-probs of the same sequences; the mean absolute difference must stay within `tolerance` nats.
-
-    Raises:
-        PolicyParityError: The mean difference is above the tolerance, or a log-prob is not finite.
-    """
+    """Compare log-probs of the same sequences; the mean absolute difference must stay within `tolerance` nats."""
     assert list(map(len, engine_logprobs)) == list(map(len, trainer_logprobs)), "not of the same sequences"
     assert any(engine_logprobs), "no tokens"
     differences = np.abs(np.concatenate(engine_logprobs) - np.concatenate(trainer_logprobs))
@@ -64,9 +60,6 @@ def check_moved_on(
     Weights that silently stay the same pass the other checks while the policy moves less than their tolerances, as do
     an earlier step's weights sent by the trainer. Rounding moves some tokens by more than a step does, so the two
     policies must be well apart, and most tokens must agree on which of them the engine holds.
-
-    Raises:
-        PolicyParityError: The engine still computes with the earlier policy.
     """
     held, new, old = (np.concatenate(logprobs) for logprobs in (engine, trainer, earlier))
     to_new, to_old = np.abs(held - new), np.abs(held - old)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from specrl.precision.near_ties import Pick
-from specrl.rollout.sampling.gumbel import Picked, noise, weights
-from specrl.rollout.sampling.nucleus import is_limited
+from specrl.rollout.sampling.gumbel import Picked, is_limited, noise, weights
 
 LN_2 = math.log(2)
 ROWS_TOGETHER = 64

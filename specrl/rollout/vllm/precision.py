@@ -107,9 +107,6 @@ class EnginePrecision:
         Args:
             model: The policy's module inside the engine.
             kv_scales: New scales; None keeps the old ones.
-
-        Raises:
-            ValueError: The KV cache is FP8 and there are no scales.
         """
         if not self._has_fp8_kv_cache:
             return
@@ -126,10 +123,6 @@ class EnginePrecision:
         """Check that every layer of the policy's module computes in the precision that the recipe prescribes.
 
         The comparison with the trainer's tensors checks that weights and inputs are rounded correctly.
-
-        Raises:
-            NotQuantisedError: A layer computes in another precision, or stores keys and values with other scales than
-                the recipe's; the message names the first such layer.
         """
         if self._linears is not None:
             _assert_linears(model, set(self._linears.engine_layers))

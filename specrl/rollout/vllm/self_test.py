@@ -75,11 +75,7 @@ class CraftedInputs:
         return logits
 
     def check(self, case: Request, response: Response) -> None:
-        """Check a response's tokens, log-probs, mass kept by truncation, and draft outcomes.
-
-        Raises:
-            SamplerError: Something differs from the reference.
-        """
+        """Check a response's tokens, log-probs, mass kept by truncation, and draft outcomes."""
         positions = torch.arange(NUM_TOKENS) + len(case.prompt_tokens)
         settings = (case.temperature, case.top_k, case.top_p, case.seed)
         temperature, top_k, top_p, seeds = (torch.full((NUM_TOKENS,), value) for value in settings)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specrl.artifacts import write_json
-from specrl.distributed.ranks import TIMEOUT
+from specrl.distributed import TIMEOUT
 from specrl.lineage.record import BEST_FILE
 from specrl.models.hf_io import write_tensors
 from specrl.training.checkpoint.files import HostCopy, checksum_of, sync_folder

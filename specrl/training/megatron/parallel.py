@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from specrl.distributed.ranks import TIMEOUT
+from specrl.distributed import TIMEOUT
 
 
 def set_up(tensor: int, pipeline: int, expert: int, seed: int) -> None:

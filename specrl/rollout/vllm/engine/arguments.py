@@ -186,11 +186,7 @@ def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dic
 
 
 def generation_params(request: Request, max_length: int, stop_tokens: list[int]) -> Any:
-    """vLLM's `SamplingParams` for a request; its log-probs are the columns of `InvariantSampler`.
-
-    Raises:
-        ValueError: The prompt leaves no room for a token within `max_length`.
-    """
+    """vLLM's `SamplingParams` for a request; its log-probs are the columns of `InvariantSampler`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

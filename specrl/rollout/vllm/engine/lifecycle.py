@@ -174,11 +174,7 @@ class VllmEngine:
             lookup[:] = lengths
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes.
-
-        Raises:
-            RefitError: A block is still in use, so another policy's keys could be read from it later.
-        """
+        """Forget all cached prefixes."""
         if not self.llm.reset_prefix_cache():
             raise RefitError("the engine's prefix cache cannot be dropped: something still holds blocks of it")
 
@@ -194,12 +190,7 @@ class VllmEngine:
         reload_weights(self.llm.vllm_config, self.policy, weights, required, names | {HEAD}, tied=tied)
 
     def load_drafter(self, weights: Weights, names: frozenset[str]) -> None:
-        """Load the drafter in place, given its tensors' names on disk; its embeddings are the policy's.
-
-        Raises:
-            RefitError: There is no drafter, a tensor is missing or unknown, a draft token would map to none of the
-                policy's tokens, or the drafter's head is the policy's.
-        """
+        """Load the drafter in place, given its tensors' names on disk; its embeddings are the policy's."""
         if self.drafter is None:
             raise RefitError("refit was sent a drafter, but the engine has none")
         check_own_head(self.drafter, self.policy, names)
@@ -207,11 +198,7 @@ class VllmEngine:
         check_draft_vocabulary(self.drafter, self.vocab_size)
 
     def sleep(self) -> None:
-        """Free the engine's GPU memory; the next call must be `wake`.
-
-        Raises:
-            ValueError: The engine was started on a CPU or without `engine.sleep = true`.
-        """
+        """Free the engine's GPU memory; the next call must be `wake`."""
         if not self.llm.model_config.enable_sleep_mode:
             raise ValueError("the engine cannot sleep: it was started on a CPU or without engine.sleep = true")
         assert not self._running, "sleep while generating"

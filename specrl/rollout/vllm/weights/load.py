@@ -45,11 +45,7 @@ def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_own_head(drafter: nn.Module, policy: nn.Module, names: frozenset[str]) -> None:
-    """Check that a drafter with a head on disk has its own in the engine: loading must not change the policy's.
-
-    Raises:
-        RefitError: The engine drafts with the policy's head, as vLLM does if the drafter's head equals it.
-    """
+    """Check that a drafter with a head on disk has its own in the engine: loading must not change the policy's."""
     if HEAD in names and getattr(drafter, "lm_head", None) is getattr(policy, "lm_head", policy):
         raise RefitError(
             "the engine drafts with the policy's head, because the drafter that it started with had an equal one; "
@@ -74,9 +70,6 @@ def reload_weights(
         required: The names of the tensors that must be given.
         known: The names of the tensors that may be given.
         tied: Whether the head is tied to the embeddings: an explicit head is then not loaded, but still compared.
-
-    Raises:
-        RefitError: A tensor is missing or unknown.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import inplace
