@@ -52,7 +52,7 @@ class Workers:
                 found.append(self._answer(connection))
         return found
 
-    def _answer(self, connection: Connection) -> Any:
+    def _answer(self, connection: Any) -> Any:
         try:
             return connection.recv()
         except (EOFError, OSError):

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from specrl.artifacts import write_text
 from specrl.bench.cells import Cell
-from specrl.bench.job import say
+from specrl.bench.job import Subject, say
 from specrl.bench.options import DrafterOptions
-from specrl.bench.subject import Subject
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from specrl.bench.job import BenchJob, say
+from specrl.bench.job import BenchJob, Subject, say
 from specrl.bench.pages import table, titled, write_results
 from specrl.bench.rollouts.engines import by_prompt, speculation_of
-from specrl.bench.subject import Subject
 from specrl.config import Config, ConfigError
 from specrl.rollout.engine import Generation, Request, start_engine
 from specrl.rollout.vllm.weights.load import read_weights

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specrl.bench.job import say
+from specrl.bench.job import Subject, say
 from specrl.bench.options import ADAPTIVE, RolloutOptions
 from specrl.bench.rollouts.rounds import Variant
 from specrl.bench.stock import StockEngine
-from specrl.bench.subject import Subject
 from specrl.config import Config, SpeculationConfig
 from specrl.config.methods import METHODS
 from specrl.rollout.engine import Engine, Request, start_engine

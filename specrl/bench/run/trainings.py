@@ -15,9 +15,8 @@ from pathlib import Path
 
 from specrl.artifacts import PretrainResult, read_result, write_result
 from specrl.bench.cells import Cell, config_of
-from specrl.bench.job import say
-from specrl.bench.spread import order_of
-from specrl.bench.subject import Subject
+from specrl.bench.job import Subject, say
+from specrl.bench.pages import order_of
 from specrl.bench.workers import Workers
 from specrl.config import ConfigError
 from specrl.context import StageContext
