@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from math import gcd
@@ -58,6 +59,7 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
             for step in range(STEPS):
                 training.step()
                 yield {"ranks": ranks, "engine_tp": engine, "policy_tp": policy, "step": step, **measured(training)}
+    shutil.rmtree(folder / "step" / POLICY)  # 16 GB
 
 
 def layouts(count: int) -> list[tuple[int, int, int]]:
