@@ -11,7 +11,8 @@ from specrl.config import Config, ConfigError
 from specrl.config.methods import METHODS
 
 ADAPTIVE = "adaptive"
-GPU_SECTIONS = ("sampler", "exactness", "invariance", "generation", "training", "drafter")  # the most useful first
+GPU_SECTIONS = ("sampler", "exactness", "invariance", "generation", "step", "training", "drafter", "communication")
+"""The most useful first."""
 
 
 @dataclass(frozen=True)

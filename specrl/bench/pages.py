@@ -1,4 +1,4 @@
-"""Write a benchmark's results: rows as JSON, and a page with the command, date, machine and tables of the rows."""
+"""A benchmark's results: matched rounds with their spread, rows as JSON, and a page of tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from specrl.artifacts import write_json, write_text
 from specrl.bench.job import BenchJob
@@ -67,3 +68,26 @@ def hardware(threads: int | None = None) -> str:
 def _processor() -> str:
     name = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return name[1] if name else platform.machine()
+
+
+class Spread(NamedTuple):
+    median: float
+    least: float
+    greatest: float
+
+    def columns(self, name: str) -> dict[str, float]:
+        """The columns of a row; `name` is that of the median."""
+        start = name.removesuffix("_ratio")
+        return {name: self.median, f"{start}_min": self.least, f"{start}_max": self.greatest}
+
+
+def ratios(fast: Sequence[float], slow: Sequence[float]) -> Spread:
+    """The spread of `fast[i] / slow[i]`: both are from round i, so that disturbances of the round cancel."""
+    found = [a / b for a, b in zip(fast, slow, strict=True)]
+    return Spread(median(found), min(found), max(found))
+
+
+def order_of(count: int, round: int) -> list[int]:
+    """The order of a round: each starts with the next item; once every item has been first, the order reverses."""
+    order = [(round + place) % count for place in range(count)]
+    return order[::-1] if round // count % 2 else order

@@ -18,6 +18,7 @@ import pytest
 from mlflow import MlflowClient
 
 from specrl.artifacts import PrepareResult, write_result, write_text
+from specrl.bench.options import GPU_SECTIONS
 from specrl.config import Config, dump_config
 from specrl.report.results import read_config
 from specrl.tracking.runs import start_parent_run
@@ -200,7 +201,7 @@ def test_a_first_look_at_a_gpu_runs_on_a_cpu_too(tmp_path: Path) -> None:
     finish(specrl("bench", "gpu", *paths, "--short"), seconds=1200)
     rows = json.loads(path.read_text())
     states = {row["section"]: row["status"] for row in rows if "status" in row}
-    assert set(states) == {"sampler", "exactness", "invariance", "generation", "training", "drafter"}
+    assert set(states) == set(GPU_SECTIONS)
     assert all(state.startswith("done") for state in states.values())
     by_section = {name: [row for row in rows if row["section"] == name and "status" not in row] for name in states}
     assert [row["unexplained"] for row in by_section["exactness"]] == [0] * len(by_section["exactness"])
@@ -209,6 +210,16 @@ def test_a_first_look_at_a_gpu_runs_on_a_cpu_too(tmp_path: Path) -> None:
     assert all(row["unexplained"] == 0 and row["us"] > 0 for row in by_section["sampler"])
     assert {row["layers"] for row in by_section["training"]} == {"bf16", "fp8, emulated"}
     assert [row["tokens"] for row in by_section["drafter"]] == [48, 384]
+    # Two ranks, in place of GPUs: first with an engine each, then one engine.
+    steps = by_section["step"]
+    layouts = [(row["ranks"], row["engine_tp"], row["policy_tp"], row["step"]) for row in steps]
+    assert layouts == [(2, 1, 2, 0), (2, 1, 2, 1), (2, 2, 2, 0), (2, 2, 2, 1)]
+    for row in steps:
+        parts = [row[f"{part}_s"] for part in ("generation", "policy_update", "drafter_update", "refit")]
+        assert min(parts) > 0 and sum(parts) < row["step_s"]
+        assert row["tokens"] == 32 and row["acceptance_length"] > 1.5  # full length; random drafts, accepted by chance
+        assert (row["trained"], row["trainer"], row["engine"]) == ("all", "fp8", "fp8")
+    assert len(by_section["communication"]) == 5 and all(row["gb_per_s"] > 0 for row in by_section["communication"])
     engines = {row["engine"] for row in by_section["generation"]}
     assert {"stock vLLM", "specrl, plain", "specrl, k = 3, acceptance 2.5"} <= engines
     assert "## Exactness" in page.read_text()

@@ -18,11 +18,10 @@ from flows.cli import invoke
 from specrl.artifacts import PrepareResult, PretrainResult, TrainResult, write_result, write_text
 from specrl.bench.job import BenchJob, Subject
 from specrl.bench.options import RolloutOptions
-from specrl.bench.pages import hardware, table, write_results
+from specrl.bench.pages import Spread, hardware, order_of, ratios, table, write_results
 from specrl.bench.rollouts import engines
 from specrl.bench.rollouts.main import longest
 from specrl.bench.rollouts.rounds import rounds_of
-from specrl.bench.spread import Spread, order_of, ratios
 from specrl.config import Config, ConfigError, SpeculationConfig, dump_config, parse_config
 from specrl.report.plots import gantt, line_chart
 from specrl.rollout.requests import Request

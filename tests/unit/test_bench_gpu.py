@@ -1,4 +1,4 @@
-"""`specrl bench gpu`: its section `sampler`, our Triton kernels, interpreted here, against PyTorch; and its page."""
+"""`specrl bench gpu`: Triton kernels, interpreted here, against PyTorch; what steps train on which GPUs; its page."""
 
 from __future__ import annotations
 
@@ -65,3 +65,45 @@ def test_a_section_whose_module_cannot_be_imported_loses_no_other(
     assert "## Sampler\n\nWhat is measured here.\n\n**done in" in page.read_text()
     with pytest.raises(ModuleNotFoundError):
         BenchJob("gpu", {"section": "training", "short": True}, "specrl bench gpu", tmp_path / "gpu", page).run()
+
+
+HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "gib", "capability", "expected"),
+    [
+        (1, 79, HOPPER, [(False, "bf16", "fp8")]),
+        (2, 139, HOPPER, [(False, "bf16", "fp8"), (False, "bf16", "fp8")]),
+        (4, 139, HOPPER, [(True, "fp8", "fp8"), (False, "bf16", "fp8")]),
+        (8, 79, HOPPER, [(True, "fp8", "fp8"), (False, "bf16", "fp8")]),
+        (8, 180, BLACKWELL, [(True, "bf16", "fp8"), (True, "bf16", "fp8")]),
+        (8, 79, AMPERE, [(True, "bf16", "bf16"), (False, "bf16", "bf16")]),
+    ],
+)
+def test_a_step_of_8b_trains_all_weights_where_the_plan_leaves_a_gpu_its_margin(
+    count: int, gib: float, capability: tuple[int, int], expected: list[tuple[bool, str, str]], tmp_path: Path
+) -> None:
+    from specrl.bench.gpu.models import FULL, write_config
+    from specrl.bench.gpu.step import POSITIONS, config_of, layouts
+    from specrl.bench.run.main import planned_gib
+    from specrl.config import load_config
+
+    policy_dir = write_config(FULL.stepped, POSITIONS, tmp_path)
+    configs = [config_of(FULL, policy_dir, layout, gib, capability) for layout in layouts(count)]
+    own = [(config.policy.lora is None, config.precision.training, config.precision.generation) for config in configs]
+    assert own == expected
+    assert all(planned_gib(config, "GPU, trainer") <= 0.92 * gib for config in configs)
+    for config in configs:  # the lengths, batch sizes and methods are those that are shipped
+        shipped = load_config(Path("configs/qwen3-8b-rl-zero.toml"))
+        for section in ("sampling", "speculation", "bubbles", "drafter"):
+            assert getattr(config, section) == getattr(shipped, section)
+        assert config.engine.max_num_seqs == shipped.engine.max_num_seqs and config.engine.compile
+        assert config.policy.tokens_per_micro_batch == shipped.policy.tokens_per_micro_batch
+
+
+def test_all_gpus_take_steps_together_and_then_two_as_one_engine() -> None:
+    from specrl.bench.gpu.step import layouts
+
+    assert layouts(1) == [(1, 1, 1)] and layouts(2) == [(2, 1, 2), (2, 2, 2)]
+    assert [layouts(count)[0] for count in (3, 4, 6, 8, 16)] == [(3, 1, 1), (4, 1, 4), (6, 1, 2), (8, 1, 4), (8, 1, 4)]

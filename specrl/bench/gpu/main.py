@@ -18,11 +18,13 @@ from specrl.bench.job import BenchJob, say
 from specrl.bench.options import GPU_SECTIONS, GpuOptions
 from specrl.bench.pages import table, titled, write_results
 
+MODULES = {"invariance": "exactness", "drafter": "training"}  # of sections that share one
+
 
 def measure_of(section: str) -> Any:
     """The function that measures a section; only its module is imported, so that others may be broken."""
-    module = import_module(f"specrl.bench.gpu.{'exactness' if section == 'invariance' else section}")
-    return module.measure_invariance if section == "invariance" else module.measure
+    module = import_module(f"specrl.bench.gpu.{MODULES.get(section, section)}")
+    return getattr(module, f"measure_{section}" if section in MODULES else "measure")
 
 
 def main(job: BenchJob, options: GpuOptions) -> None:

@@ -12,14 +12,25 @@ from typing import Any
 import torch
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
-from specrl.config import Config
+from specrl.config import Config, load_config
 from specrl.models.families import TINY_VOCAB_SIZE
 from specrl.models.tiny import character_tokenizer
 from specrl.training.drafter.io import config_dict, vocabulary_tensors, write_drafter
 from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
 
+SHIPPED = Path(__file__).parents[3] / "configs" / "qwen3-8b-rl-zero.toml"
+OF_STEPS = (
+    'name="step"',
+    'cluster.backend="local"',
+    "stage_resources={}",
+    "train.checkpoint_every=300",
+    "train.drop_zero_signal_groups=false",
+    'data.reward=[{name="length", parameters={target=0, limit=65536}}]',  # random texts differ in length
+    "precision.max_token_mult_prob_error=1e9",  # tokens accepted by chance are not the policy's
+)
 LIKELY = tuple(range(8, 18))  # tokens that the sharp policy favours, so that even an untrained drafter is often right
 GIB = 2**30
+CALLS = 20  # timed together
 Row = dict[str, Any]
 SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "head_dim", "vocab_size")
@@ -45,13 +56,28 @@ class Scale:
     new_tokens: int
     repeats: int
     requests: int  # for the exactness check
+    stepped: Qwen3Config  # takes RL steps
+    changes: tuple[str, ...]  # `KEY=VALUE`, of the shipped configuration for these steps
 
 
 SHARP = decoder(128, 256, 6, 4, 2, 32, TINY_VOCAB_SIZE)
 _SMALL, _LEAST = decoder(128, 256, 6, 4, 2, 32, 1024), decoder(128, 256, 4, 2, 1, 64, TINY_VOCAB_SIZE)
-SHORT = Scale("short", _SMALL, 256, _LEAST, 4, 48, (8,), (1, 4), 12, 1, 8)
+_STEPPED = decoder(256, 512, 6, 2, 2, 128, 1024)  # heads and shards of whole FP8 blocks
+_CHANGES = (
+    'data.generators=[{name="worked_sums", parameters={terms=[2], high=9, large_share=0.0}}]',
+    'data.template="{prompt}"',
+    "model.max_length=96",
+    "sampling.max_response_tokens=32",
+    "train.samples_per_prompt=2",
+    "policy.tokens_per_micro_batch=512",
+    "drafter.draft_vocab_size=256",
+    "engine.max_num_seqs=8",
+    "engine.kv_cache_gib=0.125",
+    "engine.compile=false",
+)
+SHORT = Scale("short", _SMALL, 256, _LEAST, 4, 48, (8,), (1, 4), 12, 1, 8, _STEPPED, _CHANGES)
 _LARGE, _MEDIUM = decoder(4096, 12288, 36, 32, 8, 128, 151936), decoder(2048, 6144, 28, 16, 8, 128, 32768)
-FULL = Scale("full", _LARGE, 32000, _MEDIUM, 16, 2048, (8, 64, 256, 1024), (1, 8, 32, 128), 128, 3, 64)
+FULL = Scale("full", _LARGE, 32000, _MEDIUM, 16, 2048, (8, 64, 256, 1024), (1, 8, 32, 128), 128, 3, 64, _LARGE, ())
 
 
 def forget_memory() -> None:
@@ -74,24 +100,38 @@ def least_seconds(work: Callable[[], object], scale: Scale) -> float:
     return min(found[1:])
 
 
+def microseconds(work: Callable[[], object], scale: Scale) -> float:
+    """The time of a call between others: the GPU works on one while the host prepares the next."""
+    calls = CALLS if torch.cuda.is_available() else 1
+    return 1e6 / calls * least_seconds(lambda: [work() for _ in range(calls)], scale)
+
+
 def memory_beside(planned_gib: float) -> Row:
     """The columns that compare the peak memory since `forget_memory` with the plan; unknown on CPUs."""
     peak = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None
     return {"peak_gib": peak, "planned_gib": planned_gib, "of_plan": peak and peak / planned_gib}
 
 
+def gpu_gib() -> float:
+    """The memory of a GPU, found without occupying any of it; where there is none, that of a usual one."""
+    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else 80.0
+
+
 def bench_config(source: Path, max_length: int, **sections: dict[str, Any]) -> Config:
-    gpus = int(torch.cuda.is_available())
-    gib = torch.cuda.mem_get_info()[1] / GIB if gpus else 80.0
     return Config.model_validate(
         {
             "name": "bench-gpu",
             "model": {"source": str(source), "max_length": max_length, **sections.pop("model", {})},
             "sampling": {"max_response_tokens": max_length // 2},
-            "resources": {"gpus_per_rank": gpus, "ranks_per_node": 1, "gpu_memory_gib": gib},
+            "resources": {"gpus_per_rank": int(torch.cuda.is_available()), "gpu_memory_gib": gpu_gib()},
             **sections,
         }
     )
+
+
+def shipped(scale: Scale, *changes: str) -> Config:
+    """The shipped 8B configuration at this scale, with further changes, for steps that write no checkpoint."""
+    return load_config(SHIPPED, [*OF_STEPS, *scale.changes, *changes])
 
 
 def write_config(model: Qwen3Config, max_length: int, directory: Path, dtype: str = "bfloat16") -> Path:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specrl.bench.gpu.models import Row, Scale, least_seconds
+from specrl.bench.gpu.models import Row, Scale, microseconds
 from specrl.models.checks.config import MOST_STOP_TOKENS
 from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import ANY_PROMPT, END, NOTHING, Text, TextIndex
@@ -23,7 +23,6 @@ PROMPT_TOKENS = 8  # tokens before the text that a request follows
 LONGEST, PASSES = 15, 3  # the longest draft, and the drafter's part of it
 NEW = 3  # tokens per iteration: every request accepts two drafts
 ITERATIONS = 3
-CALLS = 20  # timed together, because the GPU works on one call while the host prepares the next
 SETTINGS = (  # type of the logits, top-k and top-p
     ("pick", torch.bfloat16, 0, 1.0),
     ("pick, float32", torch.float32, 0, 1.0),
@@ -74,8 +73,8 @@ def compare(own: Implementation, scale: Scale, device: torch.device) -> Iterator
         for case, reference in zip(_cases(own, rows, scale, device, pick_on=device), references, strict=True):
             unexplained = sum(map(_different, case.found, reference.found))
             row: Row = {"of": own.name, "what": case.what, "rows": case.rows, "unexplained": unexplained}
-            row["us"] = _microseconds(case.work, scale, device)
-            yield row | {"pytorch_us": _microseconds(reference.work, scale, device)}
+            row["us"] = microseconds(case.work, scale)
+            yield row | {"pytorch_us": microseconds(reference.work, scale)}
 
 
 def _cases(of: Implementation, rows: int, scale: Scale, device: torch.device, pick_on: torch.device) -> Iterator[Case]:
@@ -147,8 +146,3 @@ def _different(found: Tensor, expected: Tensor) -> int:
     if found.is_floating_point():
         return int((~torch.isclose(found, expected, 1e-6, 1e-6, equal_nan=True)).sum())
     return int((found != expected).sum())
-
-
-def _microseconds(work: Callable[[], object], scale: Scale, device: torch.device) -> float:
-    calls = CALLS if device.type == "cuda" else 1
-    return 1e6 / calls * least_seconds(lambda: [work() for _ in range(calls)], scale)

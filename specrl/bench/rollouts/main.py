@@ -9,11 +9,10 @@ from typing import Any
 
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import RolloutOptions
-from specrl.bench.pages import titled
+from specrl.bench.pages import ratios, titled
 from specrl.bench.rollouts import carried
 from specrl.bench.rollouts.engines import Engines, by_prompt
 from specrl.bench.rollouts.rounds import ACCEPTANCE, LEAST_REQUESTS, RATE, measure, rounds_of, rows_of, write_rounds
-from specrl.bench.spread import ratios
 from specrl.bench.stock import StockEngine
 from specrl.config import Config
 from specrl.data.problems import Prompt, derive_seed

@@ -8,8 +8,7 @@ from statistics import median
 from typing import Any
 
 from specrl.bench.job import BenchJob
-from specrl.bench.pages import Rows, table, write_results
-from specrl.bench.spread import order_of, ratios
+from specrl.bench.pages import Rows, order_of, ratios, table, write_results
 from specrl.bench.stock import StockEngine
 from specrl.rollout.engine import Engine, Generation, Request
 from specrl.validation.speed import Measurement

@@ -56,6 +56,11 @@ def fitting(config: Config, most: int) -> int:
     return max(1, min(most, int(machine_gib() / _needed_gib(config))))
 
 
-def _needed_gib(config: Config) -> float:
+def planned_gib(config: Config, place: str) -> float:
+    """The memory of a kind that the plan gives a rank of a training; `place` as in `Budget`."""
     budgets = stage_budgets(rank_of(config, "train", model_shape(config.model)))
-    return config.resources_of("train").ranks * sum(own.needed_gib for own in budgets if own.place == "host")
+    return sum(own.needed_gib for own in budgets if own.place == place)
+
+
+def _needed_gib(config: Config) -> float:
+    return config.resources_of("train").ranks * planned_gib(config, "host")

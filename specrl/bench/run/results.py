@@ -14,9 +14,9 @@ import numpy as np
 from scipy.stats import binomtest
 
 from specrl.artifacts import SetScore, read_curve
+from specrl.bench.pages import ratios
 from specrl.bench.run.page import AGREES, SECONDS, on_gpus
 from specrl.bench.run.trainings import Training
-from specrl.bench.spread import ratios
 from specrl.projection.simulator.measured import DraftCounts
 from specrl.rollout.drafts.acceptance import RECENT, REPLAY
 from specrl.schemas import Rollout, read_folder
