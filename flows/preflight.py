@@ -13,6 +13,7 @@ from rich.console import Console
 
 from flows.folder import HOLDER_FILE, LOCK_FILE, size_of
 from flows.origin import ORIGIN
+from flows.server import silence_of
 from slurm.access import check_access
 from slurm.commands import foreign_options, unknown_options, unused_variables
 from slurm.environment import read_environment_file
@@ -64,10 +65,10 @@ def doubts(config: Config) -> list[str]:
         f"accepted less than without training, and below {low:g} it hardly learns; 0 freezes it": (
             config.speculation.draft_method.has_weights and rate and not low <= rate <= high
         ),
-        f"policy.lr_warmup_steps = {warmup} with train.num_steps = {steps}: the learning rate never reaches policy.lr = "
-        f"{config.policy.lr:g}": warmup > steps,
-        f"sampling.top_p = {top_p:g} often leaves a single token: responses to a prompt are then much alike, and little "
-        "is learned from their difference; 1 keeps all tokens": top_p < SENSIBLE_TOP_P,
+        f"policy.lr_warmup_steps = {warmup} with train.num_steps = {steps}: the learning rate never reaches policy.lr "
+        f"= {config.policy.lr:g}": warmup > steps,
+        f"sampling.top_p = {top_p:g} often leaves a single token: responses to a prompt are then much alike, and "
+        "little is learned from their difference; 1 keeps all tokens": top_p < SENSIBLE_TOP_P,
     }
     return [line for line, doubtful in lines.items() if doubtful]
 
@@ -252,6 +253,17 @@ def check_tracking(config: Config) -> list[str]:
     )
 
 
+def check_prefect(_: Config) -> list[str]:
+    """Check that the user's own Prefect server answers, without which a run ends at its start."""
+    url = os.environ.get("PREFECT_API_URL", "")
+    if not url or (why := silence_of(url)) is None:
+        return []
+    return [
+        f"PREFECT_API_URL = {url}: no Prefect server answers there ({why}); start it, or unset the variable, and "
+        "specrl starts a server of its own"
+    ]
+
+
 def take_wandb_variables(config: Config) -> None:
     """Set the W&B variables that jobs read from their file, because the flow sends the run's own log."""
     if config.tracking.wandb != "off":
@@ -301,7 +313,7 @@ def _uses_slurm(config: Config) -> bool:
     return any(config.cluster_of(stage).backend == "slurm" for stage in STAGES)
 
 
-DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
+ALWAYS: tuple[Callable[[Config], list[str]], ...] = (
     check_folder,
     check_model,
     check_draft_model,
@@ -313,7 +325,8 @@ DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_tracking,
     check_sbatch,
 )
-CHECKS = (*DRY_CHECKS, check_gpu_packages, check_cluster)
+DRY_CHECKS = (*ALWAYS, check_prefect)
+CHECKS = (*ALWAYS, check_gpu_packages, check_cluster)
 
 
 def _shape_is_known(config: Config) -> bool:
