@@ -37,7 +37,7 @@ from specrl.tracking.weights_biases import check_wandb
 
 BEGUN = (LOCK_FILE, HOLDER_FILE, CODE_DIR, str(ORIGIN))  # files of a run that was interrupted at its start
 SENSIBLE_ONLINE_LR = 1e-6, 5e-4  # no warning in between: benchmarks/drafter-online.md
-SENSIBLE_TOP_P = 0.5
+SENSIBLE_TOP_P, HIGHEST_LR = 0.5, 5e-3
 
 
 def check(config: Config, *, dry_run: bool = False) -> None:
@@ -59,14 +59,17 @@ def check(config: Config, *, dry_run: bool = False) -> None:
 def doubts(config: Config) -> list[str]:
     """A line for each setting that is allowed but far from proven values, or hardly lets anything be learned."""
     rate, (low, high) = config.drafter.online_lr, SENSIBLE_ONLINE_LR
+    policy_rate = config.policy.lr
     warmup, steps, top_p = config.policy.lr_warmup_steps, config.train.num_steps, config.sampling.top_p
     lines = {
         f"drafter.online_lr = {rate:g} is constant and far from the default, 1e-4: above {high:g} the drafter has been "
         f"accepted less than without training, and below {low:g} it hardly learns; 0 freezes it": (
             config.speculation.draft_method.has_weights and rate and not low <= rate <= high
         ),
+        f"policy.lr = {policy_rate:g} is far above what RL uses, 1e-6 to 1e-4, or 1e-3 for adapters; the policy is "
+        "likely to collapse": policy_rate > HIGHEST_LR,
         f"policy.lr_warmup_steps = {warmup} with train.num_steps = {steps}: the learning rate never reaches policy.lr "
-        f"= {config.policy.lr:g}": warmup > steps,
+        f"= {policy_rate:g}": warmup > steps,
         f"sampling.top_p = {top_p:g} often leaves a single token: responses to a prompt are then much alike, and "
         "little is learned from their difference; 1 keeps all tokens": top_p < SENSIBLE_TOP_P,
     }

@@ -165,7 +165,7 @@ class Config(Section):
         """A line for each setting without effect alongside the others; `load_config` refuses them."""
         return [
             *unused_drafting(self.speculation, self.drafter),
-            *unused_data(self.data, self.validate_),
+            *unused_data(self.data, self.validate_, self.drafter),
             *unused_reward(self.data, self.validate_, self.environment),
             *unused_training(self.train),
         ]

@@ -786,6 +786,7 @@ def test_a_run_that_mlflow_knows_is_not_read_to_see_that(tmp_path: Path) -> None
             "policy.lr_warmup_steps = 20 with train.num_steps = 10: the learning rate",
         ),
         ({"policy": {"lr_warmup_steps": 10}}, ""),
+        ({"policy": {"lr": 1.0}}, "policy.lr = 1 is far above what RL uses"),
         ({"sampling": {"top_p": 1e-6}}, "sampling.top_p = 1e-06 often leaves a single token"),
         ({"sampling": {"top_p": 0.9}}, ""),
     ],
