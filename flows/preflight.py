@@ -13,6 +13,7 @@ from rich.console import Console
 
 from flows.folder import HOLDER_FILE, LOCK_FILE, size_of
 from flows.origin import ORIGIN
+from flows.server import silence_of
 from slurm.access import check_access
 from slurm.commands import foreign_options, unknown_options, unused_variables
 from slurm.environment import read_environment_file
@@ -36,6 +37,7 @@ from specrl.tracking.weights_biases import check_wandb
 
 BEGUN = (LOCK_FILE, HOLDER_FILE, CODE_DIR, str(ORIGIN))  # files of a run that was interrupted at its start
 SENSIBLE_ONLINE_LR = 1e-6, 5e-4  # no warning in between: benchmarks/drafter-online.md
+SENSIBLE_TOP_P, HIGHEST_LR = 0.5, 5e-3
 
 
 def check(config: Config, *, dry_run: bool = False) -> None:
@@ -55,14 +57,23 @@ def check(config: Config, *, dry_run: bool = False) -> None:
 
 
 def doubts(config: Config) -> list[str]:
-    """A line for each setting that is allowed but far from proven values."""
+    """A line for each setting that is allowed but far from proven values, or hardly lets anything be learned."""
     rate, (low, high) = config.drafter.online_lr, SENSIBLE_ONLINE_LR
-    if not config.speculation.draft_method.has_weights or not rate or low <= rate <= high:
-        return []
-    return [
+    policy_rate = config.policy.lr
+    warmup, steps, top_p = config.policy.lr_warmup_steps, config.train.num_steps, config.sampling.top_p
+    lines = {
         f"drafter.online_lr = {rate:g} is constant and far from the default, 1e-4: above {high:g} the drafter has been "
-        f"accepted less than without training, and below {low:g} it hardly learns; 0 freezes it"
-    ]
+        f"accepted less than without training, and below {low:g} it hardly learns; 0 freezes it": (
+            config.speculation.draft_method.has_weights and rate and not low <= rate <= high
+        ),
+        f"policy.lr = {policy_rate:g} is far above what RL uses, 1e-6 to 1e-4, or 1e-3 for adapters; the policy is "
+        "likely to collapse": policy_rate > HIGHEST_LR,
+        f"policy.lr_warmup_steps = {warmup} with train.num_steps = {steps}: the learning rate never reaches policy.lr "
+        f"= {policy_rate:g}": warmup > steps,
+        f"sampling.top_p = {top_p:g} often leaves a single token: responses to a prompt are then much alike, and "
+        "little is learned from their difference; 1 keeps all tokens": top_p < SENSIBLE_TOP_P,
+    }
+    return [line for line, doubtful in lines.items() if doubtful]
 
 
 def _shared_databases(config: Config) -> list[str]:
@@ -245,6 +256,17 @@ def check_tracking(config: Config) -> list[str]:
     )
 
 
+def check_prefect(_: Config) -> list[str]:
+    """Check that the user's own Prefect server answers, without which a run ends at its start."""
+    url = os.environ.get("PREFECT_API_URL", "")
+    if not url or (why := silence_of(url)) is None:
+        return []
+    return [
+        f"PREFECT_API_URL = {url}: no Prefect server answers there ({why}); start it, or unset the variable, and "
+        "specrl starts a server of its own"
+    ]
+
+
 def take_wandb_variables(config: Config) -> None:
     """Set the W&B variables that jobs read from their file, because the flow sends the run's own log."""
     if config.tracking.wandb != "off":
@@ -294,7 +316,7 @@ def _uses_slurm(config: Config) -> bool:
     return any(config.cluster_of(stage).backend == "slurm" for stage in STAGES)
 
 
-DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
+ALWAYS: tuple[Callable[[Config], list[str]], ...] = (
     check_folder,
     check_model,
     check_draft_model,
@@ -306,7 +328,8 @@ DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_tracking,
     check_sbatch,
 )
-CHECKS = (*DRY_CHECKS, check_gpu_packages, check_cluster)
+DRY_CHECKS = (*ALWAYS, check_prefect)
+CHECKS = (*ALWAYS, check_gpu_packages, check_cluster)
 
 
 def _shape_is_known(config: Config) -> bool:

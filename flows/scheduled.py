@@ -20,6 +20,7 @@ from prefect.types.entrypoint import EntrypointType
 from flows.execute import execute, resume_in_process
 from flows.server import ServerError, explain_web_page
 from slurm.access import check_access
+from slurm.environment import ROOT, job_environment
 from specrl.config import Config, ConfigError, change_config, parse_config
 from specrl.lineage.record import code_of
 from tasks.run import cancel_jobs
@@ -68,8 +69,10 @@ def register_schedule(config: Config, cron: str, zone: str, pool: str) -> str:
             parameters={"config": config.settings},
             concurrency_limit=1,  # one run at a time in the allocation
             work_pool_name=pool,
-            # A worker imports the flow as this process does; the user's own files are in this folder.
-            job_variables={"working_dir": str(Path.cwd())} if found.type == "process" else {},
+            # A worker imports what this process does, wherever it was started; the user's files are in this folder.
+            job_variables={"working_dir": str(Path.cwd()), "env": job_environment(ROOT, config)}
+            if found.type == "process"
+            else {},
             entrypoint_type=EntrypointType.MODULE_PATH,
         )
         deployment.apply()

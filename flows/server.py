@@ -7,14 +7,17 @@ import json
 import os
 import secrets
 import signal
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from http.client import HTTPException
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self
-from urllib.request import ProxyHandler, build_opener
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, build_opener, urlopen
 
 from filelock import FileLock
 
@@ -168,6 +171,18 @@ def main(command: Connection) -> None:
     os.chdir(os.environ["PREFECT_HOME"])  # the user's folder may have a prefect.toml, or a .env, for another server
     application = "prefect.server.api.server:create_app"
     uvicorn.run(application, factory=True, host="127.0.0.1", port=port, log_level="error", lifespan="on")
+
+
+def silence_of(url: str) -> str | None:
+    """Why nothing answers at the address of the user's own server; None if something does, were it a refusal."""
+    try:
+        with urlopen(f"{url.rstrip('/')}/health", timeout=10):
+            return None
+    except HTTPError:
+        return None
+    except (OSError, ValueError, HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        return None if isinstance(reason, ssl.SSLError) else str(reason)  # Prefect's client may know the certificate
 
 
 def _answers(url: str) -> bool:

@@ -13,7 +13,7 @@ AdvantageFunction = Callable[..., list[list[float]]]
 """(rewards by group, options) -> advantages by group, one for each reward.
 
 If it takes parts, it gets (parts by group, weights, options), where a group has the rewards of each part, without the
-penalties of `train.overlong_window` and `train.kl_in = "reward"`.
+penalty of `train.overlong_window`.
 
 A group whose rewards are all equal must get zeros: it says nothing about its responses, and
 `train.drop_zero_signal_groups` leaves out groups whose advantages are all zero.

@@ -165,7 +165,7 @@ class Config(Section):
         """A line for each setting without effect alongside the others; `load_config` refuses them."""
         return [
             *unused_drafting(self.speculation, self.drafter),
-            *unused_data(self.data, self.validate_),
+            *unused_data(self.data, self.validate_, self.drafter),
             *unused_reward(self.data, self.validate_, self.environment),
             *unused_training(self.train),
         ]
@@ -303,12 +303,11 @@ class Config(Section):
                 f'train.advantage = "gdpo" normalises the parts of a reward, and data.reward = '
                 f'"{self.data.reward_words}" has none: give a list of several, or take "grpo"'
             )
-        in_reward = bool(train.kl_coef) and train.kl_in == "reward"
-        if in_reward or train.overlong_window:
-            key = 'kl_in = "reward"' if in_reward else f"overlong_window = {train.overlong_window:g}"
+        if train.overlong_window:
             raise ValueError(
-                f'train.{key} with train.advantage = "gdpo": a penalty would be added to the sum of the parts, which '
-                "gdpo does not look at; leave it out, or give data.reward a part for it, such as length"
+                f'train.overlong_window = {train.overlong_window:g} with train.advantage = "gdpo": a penalty would be '
+                "added to the sum of the parts, which gdpo does not look at; leave it out, or give data.reward a part "
+                "for it, such as length"
             )
 
     def _check_ranks(self) -> None:

@@ -230,8 +230,8 @@ class TrainConfig(Section):
     """The estimate of the KL divergence at a token: with l = log p - log p_reference, `k1` is l, `k2` is l^2 / 2, and
     `k3` is exp(-l) - 1 + l."""
     kl_in: Adjustable[Literal["loss", "reward"]] = "loss"
-    """Where the penalty applies: in the loss of each token, or in the reward of a response, from which the sum over its
-    tokens is subtracted before advantages are computed."""
+    """Where the penalty applies: in the loss of each token, or in the reward of a response. There the sum over its
+    tokens, less the mean sum of its group's other responses, is subtracted from the advantage, not normalised."""
     reference_every: Adjustable[PositiveInt | None] = None
     """After every so many steps the policy becomes the reference; by default the policy before RL stays the reference.
     With this setting, checkpoints include the reference."""

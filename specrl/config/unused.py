@@ -43,7 +43,12 @@ def unused_drafting(speculation: SpeculationConfig, drafter: DrafterConfig) -> I
             )
 
 
-def unused_data(data: DataConfig, validate: ValidateConfig) -> Iterator[str]:
+def unused_data(data: DataConfig, validate: ValidateConfig, drafter: DrafterConfig) -> Iterator[str]:
+    if data.chat_template_kwargs and data.template != "chat" and drafter.data is None:
+        yield (
+            f"data.chat_template_kwargs = {_words(data.chat_template_kwargs)} with data.template = "
+            f'{_words(data.template)}: no chat template is used; leave it out, or take "chat"'
+        )
     if data.num_problems is not None and data.source == "file":
         yield (
             f'data.num_problems = {data.num_problems} with data.source = "file": a file has its own number; leave it '

@@ -13,7 +13,7 @@ from contextlib import suppress
 from decimal import Decimal
 from unicodedata import normalize
 
-_NAME = r"(?:\b(?:answer|antwort|respuesta|réponse|resposta|risposta|ответ)\b|答案|答え|정답)"
+_NAME = r"(?:\b(?:answer|antwort|respuesta|réponse|resposta|risposta|ответ)\b|答案|答え|정?답)"
 _LABELLED = re.compile(
     rf"{_NAME}[*_]*(?: is| ist|是|为)?(?: ?\([^()\n]{{1,40}}\))?\s{{0,2}}[:：](?:\*\*|__)?[^\S\n]*(.*)", re.I
 )
@@ -130,7 +130,7 @@ _TEX = str.maketrans(
 )
 _SIGNS = {"dollar": "$", "dollars": "$", "usd": "$", "euro": "€", "euros": "€", "percent": "%", "degrees": "°"}
 _SIGNS |= {"rs": "₹", "rupees": "₹"}
-_WIDTHS = {0x3000: " ", **{code: chr(code - 0xFEE0) for code in range(0xFF02, 0xFF5F)}, 0xFF0C: ", "}
+_WIDTHS = {0x3000: " ", **{code: chr(code - 0xFEE0) for code in range(0xFF02, 0xFF5F)}, 0xFF0C: ", ", 0x2103: "°C"}
 """Full-width characters and their ASCII forms, which Chinese and Japanese models mix: `（１，２）`. Such a comma
 separates items, and such an exclamation mark is no factorial."""
 _TYPED = str.maketrans({"−": "-", "–": "-", "²": "^2", "³": "^3"})
@@ -159,16 +159,16 @@ _APART = [
 ]
 """Distinctions that math-verify ignores: number bases, a.m. and p.m., signs, units and their powers."""
 _FRACTION = re.compile(r"(?<!\d)(\d*)([¼-¾⅐-⅞])")
-_UNIT = r"(?:(?:[a-z]{2,}\.?|m)(?:\^[23])?|[glsh])(?:/[a-z]+(?:\^[23])?)?"
+_UNIT = r"(?:(?:[a-z]{2,}\.?|m)(?:\^[23])?|[dglsh])(?:/[a-z]+(?:\^[23])?)?"
 _NUMBER = re.compile(
-    rf"([$€£¥₹]?|rs\.? ?)([-+]?(?:\d+ (?=\d+/))?(?:\d*\.)?\d+(?:/\d+)?)((?:\s+{_UNIT}){{0,3}}|\s?[%°])"
+    rf"([$€£¥₹]?|rs\.? ?)([-+]?(?:\d+ (?=\d+/))?(?:\d*\.)?\d+(?:/\d+)?)((?:\s+{_UNIT}){{0,3}}|\s?(?:%|°(?:\s?[cf])?))"
 )
 _UNIT_WORD = re.compile(r"(?:(sq|cu)\S* )?(kilo|centi|milli)?([a-z]+?)s?\.?(\^[23])?")
 _SYMBOLS = {"meter": "m", "metre": "m", "inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "yard": "yd"}
 _SYMBOLS |= {"mile": "mi", "gram": "g", "liter": "l", "litre": "l"}
-_SYMBOLS |= {"second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h"}
-_MEASURED = re.compile(r"(?:[kcm]?[mgl]|in|ft|yd|mi|min|[sh])(?:\^[23])?(?:/(?:min|[sh])(?:\^2)?)?")
-_BEFORE_UNIT = re.compile(r"(?<=\d)(?=[kcm]?m$)")
+_SYMBOLS |= {"second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h", "day": "d"}
+_MEASURED = re.compile(r"(?:[kcm]?[mgl]|in|ft|yd|mi|min|[dhs])(?:\^[23])?(?:/(?:min|[sh])(?:\^2)?)?")
+_BEFORE_UNIT = re.compile(r"(?<=\d)(?=(?:[kcm]?[mgl]|min|[dhs])$)")
 _POWER = re.compile(r"\^[23]")
 _IN_FONT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}")
 # math-verify drops such a letter at the end as a unit; elsewhere it is a variable, or a unit after a blank.
@@ -300,7 +300,10 @@ def same(stated: str, reference: str) -> bool:
         return offered[1].casefold() == own
     if "," not in wanted and re.search(r"\d,(?:\d\d|[1-9])", stated) and own.count(",") == 1:
         own = own.replace(",", ".")  # a decimal comma, unless a pair is expected
-    (number, unit), (other, other_unit) = _amount(own), _amount(wanted)
+    amounts = _amount(own), _amount(wanted)
+    if any(unit for _, unit in amounts):  # otherwise `5d` may be a product
+        amounts = _amount(_BEFORE_UNIT.sub(" ", own)), _amount(_BEFORE_UNIT.sub(" ", wanted))
+    (number, unit), (other, other_unit) = amounts
     return number is not None and number == other and (unit == other_unit or not unit or not other_unit)
 
 
@@ -341,7 +344,7 @@ def _amount(text: str) -> tuple[Decimal | str | None, str]:
     found = _NUMBER.fullmatch(text.strip())
     if found is None or any(word.strip(".") in _NO_UNITS for word in found[3].split()):
         return None, ""
-    unit = (found[1] + found[3].strip()).strip(" .")
+    unit = (found[1] + found[3].strip()).strip(" .").replace("° ", "°")
     return found[2] if "/" in found[2] else Decimal(found[2]), _SIGNS.get(unit) or _symbol(unit)
 
 

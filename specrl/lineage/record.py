@@ -147,8 +147,10 @@ def is_copy(run_dir: Path) -> bool:
     began = Path(str(settings.get("runs_dir")), str(settings.get("name")))
     if began == run_dir.absolute() or readable_record(began).get("id") != record["id"]:
         return False
-    own, other = ((folder / RUN_FILE).stat() for folder in (run_dir, began))
-    return (own.st_ino, own.st_mtime_ns) != (other.st_ino, other.st_mtime_ns)  # two mounts may differ in st_dev
+    # Two mounts may differ in st_dev, and the files of `cp -al` in nothing.
+    states = [(folder.stat(), (folder / RUN_FILE).stat()) for folder in (run_dir, began)]
+    own, other = ((folder.st_ino, file.st_ino, file.st_mtime_ns) for folder, file in states)
+    return own != other
 
 
 def own_copy(run_dir: Path) -> None:

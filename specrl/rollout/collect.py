@@ -9,7 +9,7 @@ from typing import Any
 from specrl.config import Config
 from specrl.data.problems import Prompt
 from specrl.data.rewards.pool import RewardPool, Scores
-from specrl.rollout.conversations import converse, open_conversations, rewarded_text
+from specrl.rollout.conversations import converse, open_conversations, rewarded_prompt, rewarded_text
 from specrl.rollout.engine import Engine, Generation, Request, Response, response_seed
 from specrl.schemas import Rollout
 
@@ -135,7 +135,8 @@ def collect(
 
     def on_response(index: int, response: Response) -> None:
         if scoring is not None:
-            scoring.submit(index, wanted[index][0], rewarded_text(response, engine.tokenizer, config.data))
+            prompt = rewarded_prompt(wanted[index][0], response, config.data)
+            scoring.submit(index, prompt, rewarded_text(response, engine.tokenizer, config.data))
 
     generation = engine.generate(requests, on_response=on_response, **options)
     if scoring is None:

@@ -16,7 +16,7 @@ from specrl.config import Config, DataConfig
 from specrl.data.problems import Prompt
 from specrl.data.rendering import Rendering
 from specrl.data.rewards.environments import Turn
-from specrl.data.rewards.functions import shortened
+from specrl.data.rewards.functions import COMPLETION_IDS, is_built_in, shortened
 from specrl.data.rewards.pool import RewardFailure, RewardPool, Scores, Scoring
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request, Response
@@ -207,6 +207,13 @@ class _Wave:
             return None
         found = _turns(self._scoring)
         return [talk.unopened or found[place] for place, talk in enumerate(self._talks)]
+
+
+def rewarded_prompt(prompt: Prompt, response: Response, data: DataConfig) -> Prompt:
+    """The prompt that a response's reward sees, with the response's tokens for one with TRL's signature."""
+    if is_built_in(data):
+        return prompt
+    return replace(prompt, metadata={**prompt.metadata, COMPLETION_IDS: response.tokens})
 
 
 def rewarded_text(response: Response, tokenizer: Any, data: DataConfig) -> str:

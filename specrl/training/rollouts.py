@@ -146,19 +146,23 @@ class RolloutBatch:
 
         With dynamic sampling the step's batch consists of the groups with signal and, if they are too few, of the first
         of the dropped groups, which have no signal. Other rollouts have an advantage of 0.
+
+        A KL penalty is only compared with the group's other responses, as in OpenRLHF. Divided by the standard
+        deviation of rewards that are equal but for it, rounding would weigh as much as any reward.
         """
-        train, in_batch = config.train, np.ones(len(self), np.bool_)
-        rewards = self.rewards + self.penalties(config) - train.kl_coef * self.kl
+        train, in_batch, kl = config.train, np.ones(len(self), np.bool_), self.kl
+        rewards = self.rewards + self.penalties(config)
         if train.refill_rounds:
             has_signal = np.isin(self.prompt_ids, self.with_signal(config))
             dropped = list(dict.fromkeys(self.prompt_ids[~has_signal].tolist()))[: self.num_missing(config)]
             in_batch = has_signal | np.isin(self.prompt_ids, dropped)
-            rewards = np.where(has_signal, rewards, self.rewards)
+            rewards, kl = np.where(has_signal, rewards, self.rewards), np.where(has_signal, kl, 0)
         parts = [column[in_batch].tolist() for column in self.reward_parts.values()]
         prompts, weights = self.prompt_ids[in_batch].tolist(), config.data.part_weights
         found = group_advantages(rewards[in_batch].tolist(), prompts, train.advantage, parts, weights)
+        penalties = group_advantages((-train.kl_coef * kl[in_batch]).tolist(), prompts, ADVANTAGES.choose("rloo"))
         self.advantages = np.zeros(len(self))
-        self.advantages[in_batch] = found
+        self.advantages[in_batch] = np.add(found, penalties)
         self.in_loss = in_batch & ~(self.truncated & train.overlong_filter)
         for number, rollout in self.held.items():
             rollout.advantage = float(self.advantages[number])

@@ -155,9 +155,9 @@ def update_policy(
 
 
 def _penalise_rewards(policy: Policy, rollouts: RolloutBatch, config: Config) -> float:
-    """Assign advantages by rewards minus `train.kl_coef` times each response's KL divergence (collective).
+    """Assign advantages by rewards and by `train.kl_coef` times each response's KL divergence (collective).
 
-    The policy's log-probs are the engine's, under the policy that sampled. TRL's RLOO subtracts the same sum, of k1.
+    The policy's log-probs are the engine's, under the policy that sampled.
 
     Returns:
         The mean of the estimates.
@@ -168,9 +168,8 @@ def _penalise_rewards(policy: Policy, rollouts: RolloutBatch, config: Config) ->
     reference = _reference_logprobs(policy, [_micro_batches(policy, own, shares.own(0), config)], config)
     found: dict[int, float] = {}
     for number, row in reference.items() if shares.reports else ():
-        logprobs, others = torch.tensor(own[number].generation_logprobs), torch.tensor(row)
-        estimates = kl_estimates(logprobs, others, config.train.kl_estimator)
-        found[number] = float(estimates.double().sum())
+        both = (torch.tensor(values, dtype=torch.float64) for values in (own[number].generation_logprobs, row))
+        found[number] = float(kl_estimates(*both, config.train.kl_estimator).sum())
     for sums in policy.ranks.gather(found):
         rollouts.kl[list(sums)] = list(sums.values())
     rollouts.assign_advantages(config)

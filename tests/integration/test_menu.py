@@ -173,8 +173,11 @@ def test_a_divergence_is_a_part_of_the_loss_or_of_the_advantages(runs: Path, est
         assert measured["policy/kl"] == pytest.approx(mean, rel=1e-3) and mean > 1e-3
         in_loss, in_reward = (COEFFICIENT, 0.0) if place == "loss" else (0.0, COEFFICIENT)
         assert measured["policy/loss"] == pytest.approx(loss(found) + in_loss * mean, abs=1e-4)
-        rewards = groups(found, lambda row, weight=in_reward: row.reward - weight * divergence(row))
-        assert advantages(found) == [grpo(group) for group in rewards]
+        pairs = zip(groups(found, lambda row: row.reward), groups(found, divergence), strict=True)
+        assert advantages(found) == [
+            [value - in_reward * 4 / 3 * less for value, less in zip(grpo(rewards), centred(penalties), strict=True)]
+            for rewards, penalties in pairs
+        ]
 
 
 def test_a_reference_that_is_renewed_is_the_policy_that_samples(runs: Path) -> None:

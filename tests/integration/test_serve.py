@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 import urllib.error
@@ -16,6 +17,7 @@ import pytest
 from flows.folder import is_worked_on
 from flows.server import PrefectServer
 from slurm.backend import JobKey
+from slurm.environment import ROOT
 from slurm.submit import find, live_jobs
 from specrl.config import Config
 from specrl.report.results import read_config
@@ -142,6 +144,8 @@ def test_a_schedule_is_registered_with_an_existing_server_and_pool(tmp_path: Pat
     listed = call(f"{server.url}/deployments/filter")
     (deployed,) = [entry for entry in listed if entry["name"] == "deployed"]
     assert (deployed["work_pool_name"], deployed["entrypoint"]) == ("gpus", "flows.scheduled.scheduled")
+    variables = deployed["job_variables"]["env"]  # a worker need not be started in the checkout
+    assert variables["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT) and variables["PYTHONSAFEPATH"] == "1"
     assert [schedule["schedule"]["cron"] for schedule in deployed["schedules"]] == ["0 3 1 1 *"]
 
 

@@ -425,6 +425,18 @@ def test_a_reward_sees_what_it_is_promised(own: RewardPool) -> None:
     assert (found.rewards, found.failures) == ([1.0, 1.0, 0.5, 1.0, 1.0], [])
 
 
+@pytest.mark.skipif(not sandbox.available().namespaces, reason="the kernel gives this user no namespaces")
+def test_a_reward_has_the_locks_of_multiprocessing_and_no_shared_memory_of_others(own: RewardPool) -> None:
+    """Mutation: the worker's handler of SIGTERM, with which a pool waits for ever now and then."""
+    begin = "import multiprocessing as m, os, time\nothers = len(os.listdir('/dev/shm'))\n"
+    texts = [
+        f"{begin}with m.Pool(2) as p: value = sum(p.map(abs, [1, -1])) - others",
+        f"{begin}p = m.Process(target=time.sleep, args=(60,)); p.start(); p.terminate(); p.join(); value = 1",
+    ]
+    found = score(own, [Prompt(0, "", [], "")] * 2, texts)
+    assert (found.rewards, found.failures) == ([2.0, 1.0], [])
+
+
 def test_the_network_can_be_asked_for(own: RewardPool) -> None:
     pool = RewardPool(own.config.model_copy(update={"reward_network": True}))
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -542,6 +542,11 @@ def test_math_verify_reads_references_as_data_sets_write_them(reference: str, ri
         ("caf\u00e9", "Answer: cafe\u0301", "Answer: cafe"),
         ("(1, 2)", "答案：（１，２）", "答案：（２，１）"),
         ("B", "答案：（Ｂ）", "答案：（Ｃ）"),
+        ("5", "답: 5", "Answer: 5d"),
+        ("5 days", "Answer: 5d", "Answer: 5h"),
+        ("12", r"\boxed{12^{\circ}C}", r"\boxed{1^{\circ}C}"),
+        (r"12^{\circ}C", r"\boxed{12}", r"\boxed{12^{\circ}F}"),
+        ("12 °C", "Answer: 12℃", "Answer: 12 °F"),
     ],
 )
 def test_exact_match_reads_references_as_data_sets_write_them(reference: str, right: str, wrong: str) -> None:

@@ -27,7 +27,7 @@ from flows.commands.options import load
 from flows.execute import begin_run, resume_in_process
 from flows.folder import anchor, only_flow, write_config
 from flows.origin import ORIGIN, Origin, own_source, start_from
-from flows.preflight import check_disk, check_draft_model, check_tracking
+from flows.preflight import check_disk, check_draft_model, check_tracking, doubts
 from flows.server import PrefectServer, ServerError
 from slurm import environment, submit
 from slurm.backend import JobError
@@ -776,3 +776,23 @@ def test_a_run_that_mlflow_knows_is_not_read_to_see_that(tmp_path: Path) -> None
     assert len(check_tracking(config)) == 1
     (config.run_dir / "mlflow_run_id").mkdir(parents=True)  # which, as a file of somebody else's, cannot be read
     assert check_tracking(config) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {"policy": {"lr_warmup_steps": 20}},
+            "policy.lr_warmup_steps = 20 with train.num_steps = 10: the learning rate",
+        ),
+        ({"policy": {"lr_warmup_steps": 10}}, ""),
+        ({"policy": {"lr": 1.0}}, "policy.lr = 1 is far above what RL uses"),
+        ({"sampling": {"top_p": 1e-6}}, "sampling.top_p = 1e-06 often leaves a single token"),
+        ({"sampling": {"top_p": 0.9}}, ""),
+    ],
+)
+def test_settings_that_hardly_let_anything_be_learned_are_said(
+    settings: dict[str, dict[str, float]], line: str
+) -> None:
+    found = doubts(parse_config({"name": "run", "train": {"num_steps": 10}, **settings}))
+    assert [one[: len(line)] for one in found] == ([line] if line else [])

@@ -159,6 +159,10 @@ OF_A_FILE = "data.source=file", "data.path=a.jsonl"
             ["train.stop_when={metric='spec/acceptance_rate_pos_I', above=1}"],
             ['"spec/acceptance_rate_pos_I"', "spec/acceptance_rate_pos_1"],
         ),
+        (
+            ["data.chat_template_kwargs={enable_thinking=false}", "data.template='Q: {prompt}'"],
+            ['data.chat_template_kwargs = {"enable_thinking": false}', '"Q: {prompt}"', 'take "chat"'],
+        ),
         (["train.loss=gspo"], ['train.loss = "gspo"', "train.updates_per_step = 1", '"grpo"']),
         (["train.loss.clip_high=0.4"], ["train.loss.clip_high = 0.4", "train.updates_per_step = 1", "0.28"]),
         (["train.kl_in=reward"], ['train.kl_in = "reward"', "train.kl_coef = 0", "above 0"]),

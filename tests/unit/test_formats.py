@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from contextlib import nullcontext
@@ -151,6 +152,23 @@ def test_what_is_no_data_file_is_called_what_it_is(tmp_path: Path) -> None:
         data = {"source": "file", "path": str(tmp_path / name), "reward": "exact_match"}
         config = Config.model_validate({"name": "x", "runs_dir": str(tmp_path), "data": data})
         assert check_data(config) == [f"data.path = {tmp_path / name}: {words}"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (gzip.compress(b'{"prompt": "1+1", "answer": "2"}'), r"has the content of a \.gz file: its name must end so"),
+        (b"PAR1\x15\x04\x15", r"has the content of a \.parquet file: its name must end so"),
+        (
+            b'[\n{"prompt": "1+1", "answer": "2"}\n]\n',
+            r"line 1 is not JSON.*; an object or list of several lines is a \.json",
+        ),
+    ],
+)
+def test_a_file_that_is_named_as_another_kind_says_which_it_is(content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        list(read_rows(tmp_path / "rows.jsonl"))
 
 
 def test_rows_that_all_ask_the_same_are_said_to_leave_none_to_train_on(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from specrl.data.rewards.pool import RewardPool
 from specrl.data.rewards.trial import doubtful_references
 from specrl.distributed import Ranks
 from specrl.models.tiny import character_tokenizer
-from specrl.rollout.collect import rewarded_text
+from specrl.rollout.conversations import rewarded_prompt, rewarded_text
 from specrl.rollout.requests import Response
 from specrl.schemas import Rollout
 from specrl.training.rollouts import RolloutBatch
@@ -70,6 +70,8 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
 def verl_batch(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
     assert data_sources == ["openai/gsm8k"] and extra_infos[0]["index"] == 3
     return [{"score": float(said == right)} for said, right in zip(solution_strs, ground_truths)]
+
+def trl_tokens(completion_ids, **kwargs): return [float(len(ids)) for ids in completion_ids]
 
 def openrlhf(queries, prompts, labels):
     return {"rewards": torch.tensor([float(queries == ["Qx"] and prompts == ["Q"] and labels == ["x"])])}
@@ -136,6 +138,7 @@ def data(name: str, **settings: Any) -> DataConfig:
         ("trl", 3.0),
         ("trl_without_prompts", 1.0),
         ("trl_async", 0.5),
+        ("trl_tokens", 1.0),
         ("verl", 1.0),
         ("verl_batch", 1.0),
         ("openrlhf", 1.0),
@@ -249,6 +252,13 @@ def test_special_tokens_reach_the_reward_that_asks_for_them() -> None:
     response = Response(tokens, [0.0] * len(tokens), None, "4", "stop", 0.0, 0.0)
     assert rewarded_text(response, tokenizer, data("boolean")) == "4"
     assert rewarded_text(response, tokenizer, data("boolean", reward_special_tokens=True)) == "4</s>"
+
+
+def test_the_tokens_of_a_response_reach_a_reward_of_trl() -> None:
+    asked, response = Prompt(0, "Q", [], "x", {"entry": ENTRY}), Response([3, 4, 5], [], None, "x", "stop", 0.0, 0.0)
+    config = data("trl_tokens")
+    assert judge(make_rewards(config)[0], rewarded_prompt(asked, response, config), response.text) == 3
+    assert rewarded_prompt(asked, response, data("x", reward="exact_match")) == asked
 
 
 def test_references_that_no_response_can_match_are_counted(tmp_path: Path) -> None:

@@ -216,7 +216,6 @@ def test_a_name_alone_stays_a_name_and_parts_count_by_their_files(folder: Path) 
         ([{"name": "task"}, {"name": "task"}], {}, r"^data\.reward: several parts are called task: give them a label"),
         ("exact_match", {"algorithm": "gdpo"}, r'^train\.advantage = "gdpo" .*"exact_match" has none: give a list'),
         (PARTS, {"advantage": "gdpo", "overlong_window": 0.2}, r"^train\.overlong_window = 0\.2 with train\.advantage"),
-        (PARTS, {"advantage": "gdpo", "kl_coef": 0.1, "kl_in": "reward"}, r'^train\.kl_in = "reward" with train\.adv'),
         (
             PARTS,
             {"stop_when": {"metric": "reward/part/from", "above": 1}},

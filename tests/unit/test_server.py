@@ -14,7 +14,9 @@ import httpx
 import pytest
 
 from flows import server
+from flows.preflight import DRY_CHECKS, check_prefect
 from flows.server import PrefectServer, ServerError
+from specrl.config import Config
 from specrl.processes import free_port
 
 
@@ -69,6 +71,21 @@ def test_the_own_server_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch
     with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as healthy:
         threading.Thread(target=healthy.handle_request).start()
         assert server._answers(f"http://127.0.0.1:{healthy.server_port}/api/health")
+
+
+def test_a_dry_run_asks_the_users_own_server_and_takes_any_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as refusing:  # 501
+        threading.Thread(target=refusing.handle_request).start()
+        url = f"http://127.0.0.1:{refusing.server_port}/api"
+        assert server.silence_of(url) is None
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    (line,) = check_prefect(Config(name="run"))
+    assert line.startswith(f"PREFECT_API_URL = {url}: no Prefect server answers there (")
+    assert check_prefect in DRY_CHECKS
+    monkeypatch.setenv("PREFECT_API_URL", "prefect.example/api")
+    assert "unknown url type" in "".join(check_prefect(Config(name="run")))
+    monkeypatch.delenv("PREFECT_API_URL")
+    assert check_prefect(Config(name="run")) == []
 
 
 def test_a_page_in_place_of_prefects_api_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

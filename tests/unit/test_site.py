@@ -644,7 +644,9 @@ def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path: Path, capsys: pytest.Capt
         (tracking / name).touch()
     name, copy = JobKey(config, "train-abc").job_name, configured(tmp_path, "copies")
     shutil.copytree(config.run_dir, copy.run_dir)
-    assert JobKey(copy, "train-abc").job_name != name  # what ends the jobs of a copy leaves those of the run alone
+    shutil.copytree(config.run_dir, tmp_path / "links/x", copy_function=os.link)
+    for other in (copy, configured(tmp_path, "links")):  # what ends the jobs of a copy leaves those of the run alone
+        assert JobKey(other, "train-abc").job_name != name
     with only_flow(copy.run_dir):
         assert "is a copy: a run of its own from now on" in capsys.readouterr().err
     own = JobKey(copy, "train-abc").job_name

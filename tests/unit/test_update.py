@@ -307,6 +307,19 @@ def test_a_penalty_in_the_reward_is_in_the_advantages(ranks: Ranks, model_dir: P
     assert rollouts.rewards.tolist() == [*SIGNAL, *FLAT]
 
 
+@pytest.mark.parametrize("advantage", ["grpo", "reinforce++", "rloo"])
+def test_no_penalty_is_divided_by_the_deviation_of_equal_rewards(advantage: str) -> None:
+    """Mutation: advantages of rewards minus penalties, which makes rounding as large as a reward."""
+    train = {"kl_coef": 0.1, "kl_in": "reward", "advantage": advantage}
+    config = parse_config({"name": "rounding", "train": train})
+    batch = scored([FLAT, SIGNAL], config)
+    of_rewards = batch.advantages.copy()
+    batch.kl[:] = [1e-3, 0, 2e-3, 3.0, 0, 0]
+    batch.assign_advantages(config)
+    expected = [0.0, -1.5e-4, 1.5e-4, 0.3, -0.15, -0.15]
+    assert (of_rewards - batch.advantages).tolist() == pytest.approx(expected, abs=1e-9)
+
+
 def test_metrics_are_means_over_what_was_trained_on(ranks: Ranks, model_dir: Path) -> None:
     """Mutation: a mean over updates without tokens, of which there would be three here."""
     once, _, _ = updated(model_dir, [SIGNAL, FLAT, FLAT, FLAT], {"lr": 1e-9})

@@ -98,6 +98,11 @@ def structured(value: Any) -> Any:
 
 
 def _open(path: Path) -> BinaryIO:
+    with path.open("rb") as file:
+        start = file.read(4)
+    for mark, suffix in (b"\x1f\x8b", ".gz"), (b"PAR1", ".parquet"):
+        if start.startswith(mark) and path.suffix != suffix:
+            raise ConfigError(f"data file {path} has the content of a {suffix} file: its name must end so")
     return cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
 
 
@@ -109,7 +114,8 @@ def _parsed(place: str, text: bytes) -> Any:
             f"{place} is not UTF-8 text ({error.reason} at its byte {error.start}); save the file as UTF-8"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place} is not JSON: {error}") from error
+        hint = "; an object or list of several lines is a .json file" if text.strip() in (b"[", b"{") else ""
+        raise ConfigError(f"{place} is not JSON: {error}{hint}") from error
 
 
 def _object(place: str, row: Any) -> dict[str, Any]:

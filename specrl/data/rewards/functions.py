@@ -54,6 +54,9 @@ _SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")  # a word, which mathemati
 _SEVERAL = re.compile(r"\b(?:or|not|between\s+[^\s\d]*\d\S*\s+and)\s+[^\s\d]*\d\S*(?:\s+[^\s\d]+){0,2}\W*$")
 """A last number that is one of several, or negated: `6 or 7`, `8, not 7`, `between 6 and 7 apples`."""
 _OWN = {"prompt", "response", "answer"}
+COMPLETION_IDS = "completion_ids"  # TRL's name of the response's tokens
+_MARKS = {"completions", COMPLETION_IDS, "solution_str", "solution_strs", "queries"}
+"""The parameters by which TRL's, verl's and OpenRLHF's rewards are recognised."""
 _REGISTERED: dict[str, _Registered] = {}
 
 
@@ -372,7 +375,7 @@ def _imported(config: DataConfig, path: str) -> Reward:
         signature = inspect.signature(function)
         parameters = signature.parameters
         by_name = _takes_names(parameters)
-        if not by_name and not parameters.keys() & {"completions", "solution_str", "solution_strs", "queries"}:
+        if not by_name and not parameters.keys() & _MARKS:
             signature.bind_partial("prompt", "response", "answer")
     except (TypeError, ValueError) as error:
         raise ConfigError(f'data.reward = "{path}" does not take (prompt, response, answer): {error}') from error
@@ -389,7 +392,8 @@ def _imported(config: DataConfig, path: str) -> Reward:
             asked = [*before, {"role": "user", "content": prompt.metadata.get("question", prompt.text)}]
             said = [{"role": "assistant", "content": response}]
         columns = {name: [value] for name, value in _columns(config, prompt).items()}
-        return function(**taken({**columns, "prompts": [asked], "completions": [said]}))
+        tokens = prompt.metadata.get(COMPLETION_IDS, [*response.encode()])  # in a trial there is no tokenizer
+        return function(**taken({**columns, "prompts": [asked], "completions": [said], COMPLETION_IDS: [tokens]}))
 
     def as_verl(prompt: Prompt, response: str) -> Any:
         columns = _columns(config, prompt)
@@ -418,7 +422,8 @@ def _imported(config: DataConfig, path: str) -> Reward:
         found = _resolved(function(**taken(texts)))
         return found["rewards"] if isinstance(found, dict) and "rewards" in found else found
 
-    forms = {"completions": as_trl, "solution_str": as_verl, "solution_strs": as_verl, "queries": as_openrlhf}
+    forms = {"completions": as_trl, COMPLETION_IDS: as_trl, "queries": as_openrlhf}
+    forms |= dict.fromkeys(("solution_str", "solution_strs"), as_verl)
     return next((form for name, form in forms.items() if name in parameters), as_own)
 
 

@@ -28,7 +28,8 @@ MEMORY = 4 * 2**30  # bytes of address space for scoring one response, in additi
 FILE_SIZE = 256 * 2**20  # bytes of the largest file, and of a scratch folder with its own file system
 FILES = 10_000  # in a scratch folder with its own file system
 PROCESSES = 200  # that a user's reward may start per response
-DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")  # but not /dev/shm, which may hold others' data
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+SHARED_MEMORY = "/dev/shm"  # may hold others' data
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc", "/proc", "/sys", *DEVICES)
 """What a model's program may read besides Python and its own folder."""
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
@@ -181,10 +182,15 @@ def address_space() -> int:
 def confine(scratch: Path, held: Confinement, *, network: bool, processes: bool) -> int | None:
     """Irrevocably restrict this process and its descendants to what a reward needs.
 
-    It may write only in `scratch`. Returns the file descriptor with which `grant_process` must be called for each
-    requested process; None if none can be granted. Raises OSError if the kernel refuses what it claimed to support.
+    It may write only in `scratch`, which namespaces also put in the place of `/dev/shm`, where `multiprocessing` has
+    its locks. Returns the file descriptor with which `grant_process` must be called for each requested process; None if
+    none can be granted. Raises OSError if the kernel refuses what it claimed to support.
     """
     hide_memory(False)  # a private copy for this response, in which programs inspect themselves
+    if held.namespaces and Path(SHARED_MEMORY).is_dir():
+        ms_bind, clone_newns = 1 << 12, 0x20000
+        _checked(_libc.unshare(clone_newns))
+        _checked(_libc.mount(os.fsencode(scratch), SHARED_MEMORY.encode(), None, ms_bind, None))
     pr_set_no_new_privs = 38
     _checked(_libc.prctl(pr_set_no_new_privs, 1, 0, 0, 0))
     _checked(_call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24)))  # no capabilities, even as root

@@ -31,7 +31,7 @@ from specrl.data.rewards import sandbox
 from specrl.data.rewards.code import refuse_open_sandbox
 from specrl.data.rewards.environments import Turn, make_environment, play
 from specrl.data.rewards.functions import judge, make_rewards, refuse_network, runs_code, starts_processes, warm_up
-from specrl.processes import become_helper, end_with_parent
+from specrl.processes import OTHERS_SIGNALS, become_helper, end_with_parent
 
 ANSWER_BYTES = 65_536  # bytes of a fork's longest answer
 CHECK_SECONDS = 0.05  # seconds between checks of a silent fork
@@ -188,6 +188,8 @@ class Scorer:
             _silence()
             if self.held.namespaces:
                 os.setsid()  # elsewhere the rank ends this process's group
+                for number in OTHERS_SIGNALS:  # by which `multiprocessing` ends what it has started
+                    signal.signal(number, signal.SIG_DFL)
             os.chdir(folder)
             sandbox.limit_resources(self.settings.reward_timeout_s, self._base)
             listener = sandbox.confine(folder, self.held, network=self.settings.reward_network, processes=processes)
