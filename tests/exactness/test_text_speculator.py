@@ -13,8 +13,7 @@ import pytest
 
 from specrl.config import Config
 from specrl.rollout.drafts.device_drafts import Counts
-from specrl.rollout.drafts.text_index import DRAFTERS, RECENT_TEXT, STORED, Text
-from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT
+from specrl.rollout.drafts.text_index import DRAFTERS, RECENT_TEXT, STORED, Text, number_of
 from specrl.rollout.engine import Engine, Request
 from tests.exactness.conftest import Start
 from tests.exactness.engines import mixed_requests, running
@@ -79,14 +78,12 @@ def answers(engine: Engine, requests: Sequence[Request], stored: Stored) -> tupl
 
 def expected(stored: Stored, plain: Sequence[list[int]]) -> Compared:
     """What all drafts from text come to in plain Python."""
-    numbers = {prompt: number for number, prompt in enumerate(stored.texts)}
     texts = [Text(row) for row in reversed(stored.recent)]
     for prompt, rows in stored.texts.items():
-        texts += [Text(row, numbers[prompt]) for row in rows]
+        texts += [Text(row, number_of(prompt)) for row in rows]
     found = []
     for request, answer in zip(REQUESTS, plain, strict=True):
-        prompt = numbers.get(tuple(request.prompt_tokens), UNKNOWN_PROMPT)
-        found.append(follow(texts, prompt, answer, request.max_tokens, K, WORTH))
+        found.append(follow(texts, number_of(request.prompt_tokens), answer, request.max_tokens, K, WORTH))
     return Compared(np.sum([one.seen for one in found], 0), np.sum([one.right for one in found], 0))
 
 
