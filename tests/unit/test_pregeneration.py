@@ -14,7 +14,7 @@ from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.pregeneration import Pregeneration
 from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats
-from specrl.rollout.engine import Engine, Generation, Request, Response
+from specrl.rollout.engine import Engine, Generation, Request, Response, StoredText
 from specrl.rollout.errors import DrafterCollapseError
 from specrl.rollout.refit.drafter_guard import ACCEPTANCE_LENGTH, DrafterGuard
 from specrl.rollout.refit.drafter_guard import DRAFTER_RELOADS as RELOADS
@@ -37,7 +37,7 @@ class CountingEngine:
         self.asked: list[list[Request]] = []
         self.recalled: list[bool] = []
         self.learned: list[bool] = []
-        self.stored: dict[tuple[int, ...], list[list[int]]] = {(1,): [[2]]}
+        self.stored = [StoredText((1,), [2])]
         self.stored_when_asked: list[int] = []
 
     def verify_drafter(self, weights: object) -> None: ...
@@ -72,7 +72,7 @@ class CountingEngine:
         stats = SpeculationStats(1, 1, 1, accepted_per_pos=(1,), drafted_per_pos=(1,))
         return Generation(responses, stats, 0.0, sum(map(len, tokens)))
 
-    def set_replay(self, texts: dict[tuple[int, ...], list[list[int]]]) -> None:
+    def set_replay(self, texts: list[StoredText]) -> None:
         self.stored = texts
 
     def set_k(self, k: int | None) -> None: ...

@@ -25,7 +25,7 @@ from specrl.rollout.drafts.text_index import (
     TextIndex,
     number_of,
 )
-from specrl.rollout.drafts.text_store import TextStore
+from specrl.rollout.drafts.text_store import StoredText, TextStore
 from tests.text_drafting import Run, candidates, continued, follow, laid_out, last_tokens
 
 K = 5
@@ -142,7 +142,7 @@ def test_what_text_behind_the_drafters_tokens_is_worth_counts_only_where_all_of_
 
 def test_the_store_keeps_the_latest_responses_and_the_prompts_own_texts() -> None:
     store = TextStore(6)
-    store.store({(1, 2): [[5, 6], [5, 7, 8], [9]], (3,): []}, {(1, 2): [10, 11, 11]})
+    store.store(StoredText((1, 2), tokens, seed) for tokens, seed in (([5, 6], 10), ([5, 7, 8], 11), ([9], 11)))
     for response in ([1, 2, 3], [4, 5, 6], [7, 8]):
         store.remember(response)
     assert store.stored((1, 2), 11) == (3, 3)
@@ -161,7 +161,7 @@ def test_the_store_keeps_the_latest_responses_and_the_prompts_own_texts() -> Non
 
 def test_finished_siblings_are_drafts_for_the_rest_of_their_group() -> None:
     store = TextStore(100)
-    store.store({(1,): [[5, 6, 7]]})
+    store.store([StoredText((1,), [5, 6, 7])])
     store.begin([[1], [2, 3], [2, 3], [4]])
     number = number_of([2, 3])
     store.remember([8, 9, 10], [2, 3])

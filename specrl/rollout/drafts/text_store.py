@@ -6,7 +6,8 @@ Siblings are a generation's finished responses to a prompt that other requests a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,15 @@ from specrl.rollout.drafts.text_index import Text, TextIndex, number_of
 
 NOTEWORTHY = 8
 """The index is rebuilt once the text it lacks is one part in this many."""
-Tokens = tuple[int, ...]
+
+
+class StoredText(NamedTuple):
+    """A response to draft from when its prompt is asked."""
+
+    prompt_tokens: Sequence[int]
+    tokens: Sequence[int]
+    seed: int | None = None
+    """The seed with which it was sampled, if known: a request with this seed reads the text ahead."""
 
 
 class TextStore:
@@ -33,16 +42,14 @@ class TextStore:
         self._index: TextIndex | None = None
         self._unindexed = 0  # the number of response tokens not yet in the index
 
-    def store(
-        self, texts: Mapping[Tokens, Sequence[Sequence[int]]], seeds: Mapping[Tokens, Sequence[int]] | None = None
-    ) -> None:
+    def store(self, texts: Iterable[StoredText]) -> None:
         """Replace the stored responses; see `Engine.set_replay`."""
         self._stored, self._own, self._index = [], {}, None
-        for prompt, rows in texts.items():
-            number = number_of(prompt)
-            self._stored += [Text(np.asarray(row, np.int32), number) for row in rows]
-            if known := (seeds or {}).get(prompt):
-                self._own |= {(number, seed): row for seed, row in reversed([*zip(known, rows, strict=True)])}
+        for text in texts:
+            number = number_of(text.prompt_tokens)
+            self._stored.append(Text(np.asarray(text.tokens, np.int32), number))
+            if text.seed is not None:
+                self._own.setdefault((number, text.seed), text.tokens)
         self._counts = Counter(text.prompt for text in self._stored)
 
     def begin(self, prompts: Iterable[Sequence[int]] = ()) -> None:

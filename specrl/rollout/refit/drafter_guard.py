@@ -149,7 +149,7 @@ class DrafterGuard:
         engine = self._engine
         # All drafts must be the drafter's, but stored text may belong to a prompt of the probe.
         if engine.replays:
-            engine.set_replay({})
+            engine.set_replay([])
         chosen = engine.k
         engine.set_k(engine.longest_k)
         engine.reset_prefix_cache()
