@@ -55,9 +55,10 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
         self.req_states.facts = UvaBackedTensor((arguments["max_num_reqs"], NUM_FACTS), torch.int64)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
-        """Store a request's `Requests.facts`; with zeros, as for vLLM's own requests, nothing is drafted."""
+        """Store a request's `Requests.facts`; those of vLLM's own requests end at the end of the context."""
         super().add_request(req_idx, sampling_params)
-        self.req_states.facts.np[req_idx] = (sampling_params.extra_args or {}).get(FACTS, 0)
+        unknown = 0, 0, self.req_states.max_model_len, 0
+        self.req_states.facts.np[req_idx] = (sampling_params.extra_args or {}).get(FACTS, unknown)
 
     def apply_staged_writes(self) -> None:
         """Send what `add_request` stored to the device."""

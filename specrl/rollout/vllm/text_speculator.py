@@ -9,7 +9,7 @@ method `ngram_gpu` means text alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import END
-from specrl.rollout.drafts.text_store import TextStore
 
 _PROPOSE = inspect.signature(BaseSpeculator.propose)
 
@@ -38,17 +37,6 @@ class TextSpeculator:
         self.drafts = requests.drafts = drafts_on(device, requests.max_num_reqs, k)
         self.drafts.has_drafter = drafter_k > 0
         self._requests, self._speculator, self._propose = requests, speculator, speculator.propose
-        self.texts = TextStore()
-        """The texts to draft from; changes take effect at the next `begin`."""
-
-    def begin(self, stop_tokens: Sequence[int]) -> None:
-        """Begin a generation whose responses end with any of these tokens, with all counters at zero."""
-        self.refresh()
-        self.drafts.begin(stop_tokens)
-
-    def refresh(self) -> None:
-        """Draft from the current texts, as far as they are indexed."""
-        self.drafts.index = self.texts.index(self.drafts.device)
 
     @torch.inference_mode()
     def propose(self, *arguments: Any, **options: Any) -> Tensor:
