@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from specrl.rollout.drafts.acceptance import CONTINUED_DRAFT, DRAFTER, RECENT, REPLAY
-from specrl.rollout.drafts.device_drafts import FACTS, Batch, DeviceDrafts, Requests
+from specrl.rollout.drafts.device_drafts import NUM_FACTS, Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import (
     ANY_PROMPT,
     CONTINUED,
@@ -119,7 +119,7 @@ def laid_out(rows: Sequence[Sequence[int]], all_tokens: torch.Tensor) -> tuple[R
     """Requests as a runner has them; of each are given its slot, number, prompt, the lengths of prompt and sequence,
     its limit and the tokens that it has just got."""
     device, num_slots = all_tokens.device, len(all_tokens)
-    facts = torch.zeros(num_slots, FACTS, dtype=torch.int64)
+    facts = torch.zeros(num_slots, NUM_FACTS, dtype=torch.int64)
     lengths = torch.ones(num_slots, dtype=torch.int32)
     for slot, row, prompt, prompt_length, length, limit, _ in rows:
         facts[slot] = torch.tensor([prompt, row, limit, prompt_length])

@@ -34,10 +34,8 @@ class Drafting:
         self.k = drafter_k or replay_k
         """The longest draft that `set_length` accepts, in tokens."""
         self._text = engine.text_speculator
-        self.texts: TextStore = self._text.texts
+        self.texts = TextStore(config.speculation.recent_tokens if config.speculation.draft_method.replays else 0)
         """The texts to draft from; changes take effect in the next generation."""
-        if config.speculation.draft_method.replays:
-            self.texts.recent_tokens = config.speculation.recent_tokens
         self.costs = CostModel(self._max_batch, max(drafter_k, replay_k), drafter_k, engine.graph_sizes)
         self._fixed: int | None = self.k
         self._lengths = [0] * (self._max_batch + 1)
@@ -64,7 +62,8 @@ class Drafting:
         """Begin a generation; the other arguments are those of `Engine.generate`."""
         self._recalls, self._learns, self._last, self._k = recall, learn, None, -1
         self.texts.begin(request.prompt_tokens for request in requests if recall)
-        self._text.begin(stop_tokens)
+        self._refresh()
+        self._text.drafts.begin(stop_tokens)
         self._text.drafts.expect(self.costs.acceptance.accepted(), recalls=recall)
         self._schedule()
 
@@ -92,7 +91,7 @@ class Drafting:
         if self._recalls:
             self.texts.remember(response, prompt_tokens)
         if self.texts.has_siblings:
-            self._text.refresh()
+            self._refresh()
 
     def end(self) -> None:
         """Learn from the drafts of a generation."""
@@ -105,11 +104,14 @@ class Drafting:
         lengths, self._drafted = self._drafted, []
         return {"spec/k": fmean(lengths)} if lengths else {}
 
+    def _refresh(self) -> None:
+        self._text.drafts.index = self.texts.index(self._text.drafts.device)
+
     def _measure(self) -> None:
         self._is_measured = True
         pairs = [(batch, k) for batch, k in self.costs.to_measure() if batch == 1 or batch * (k + 1) <= MOST_ROWS]
         for batch in sorted({batch for batch, _ in pairs}):
-            self._text.begin(())
+            self._text.drafts.begin(())
             for seed in range(batch):
                 request = Request([0], seed, max_tokens=self._max_length, temperature=1.0)
                 self._engine.add(request.prompt_tokens, generation_params(request, self._max_length, []))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -21,6 +21,7 @@ from specrl.models.sources import load_tokenizer
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
 from specrl.rollout.drafting import Drafting
 from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.drafts.text_store import StoredText
 from specrl.rollout.own_text import read_ahead
 from specrl.rollout.requests import Generation, Request, Response, response_seed
 from specrl.rollout.stop_strings import StopStrings
@@ -39,7 +40,7 @@ from specrl.rollout.vllm.self_test import CraftedInputs
 from specrl.rollout.vllm.weights.comparison import Expected
 from specrl.rollout.vllm.weights.load import Weights, drafter_weight_names, policy_weight_names
 
-__all__ = ["Engine", "Generation", "Request", "Response", "response_seed"]
+__all__ = ["Engine", "Generation", "Request", "Response", "StoredText", "response_seed"]
 
 
 def start_engine(
@@ -199,19 +200,10 @@ class Engine(VllmEngine):
         if self.drafting is not None:
             self.drafting.set_length(k)
 
-    def set_replay(
-        self,
-        texts: Mapping[tuple[int, ...], Sequence[Sequence[int]]],
-        seeds: Mapping[tuple[int, ...], Sequence[int]] | None = None,
-    ) -> None:
-        """Replace the stored text, for methods with replay.
-
-        Args:
-            texts: The tokens of responses, by the tokens of their prompt; at a tie the earlier response is used.
-            seeds: Their seeds in the same order, where known. A request with such a seed reads that text ahead.
-        """
+    def set_replay(self, texts: Iterable[StoredText]) -> None:
+        """Replace the stored text, for methods with replay; at a tie the earlier response is used."""
         assert self.replays and self.drafting is not None, "an engine that replays no stored text"
-        self.drafting.texts.store(texts, seeds)
+        self.drafting.texts.store(texts)
 
     def set_recent(self, generations: Sequence[Sequence[Sequence[int]]]) -> None:
         """Replace the responses remembered from generations with `recall`, as tokens, the oldest generation first."""

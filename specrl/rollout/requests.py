@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 
-PROMPT_LENGTH = "prompt_length"
-"""The key in vLLM's `extra_args` for the prompt's length, where vLLM's prompt includes the start of the response."""
-
 
 @dataclass(frozen=True)
 class Request:

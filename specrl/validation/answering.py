@@ -183,7 +183,7 @@ class LastAnswers:
         try:
             yield
         finally:
-            self._engine.set_replay({})
+            self._engine.set_replay([])
 
     def keep(self, name: str, rollouts: Sequence[Rollout]) -> None:
         if not self._engine.replays:

@@ -7,11 +7,10 @@ from dataclasses import replace
 from specrl.artifacts import ExactnessResult, ParityCounts
 from specrl.precision.near_ties import Comparison, Trace, compare, limit_of, measure_noise, rounding_of
 from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.engine import Engine, Request
+from specrl.rollout.engine import Engine, Request, StoredText
 from specrl.rollout.sampling.recorder import Recorder
 
 SMALL_BATCH, NOISE_REQUESTS = 4, 8  # batch size and requests for measuring the noise of plain decoding
-Tokens = tuple[int, ...]
 
 
 class ExactnessError(RuntimeError):
@@ -49,10 +48,10 @@ def measure_exactness(engine: Engine, requests: list[Request], k: int) -> Exactn
     ways = requests, [replace(request, temperature=0.0) for request in requests]
     plain = [traces(engine, way, len(way), 0) for way in ways]
     if engine.replays:
-        engine.set_replay(*texts_to_replay(requests, plain[0]))
+        engine.set_replay(texts_to_replay(requests, plain[0]))
     speculative, drafts = zip(*(recorded(engine, way, len(way), k) for way in ways), strict=True)
     if engine.replays:
-        engine.set_replay({})
+        engine.set_replay([])
     noise = 0.0
     if any(compare(*pair, noise).divergences for pair in zip(plain, speculative, strict=True)):
         noise = noise_of_shapes(engine, requests, plain[0], k)
@@ -95,30 +94,25 @@ def noise_of_shapes(engine: Engine, requests: list[Request], plain: list[Trace],
     large = measure_noise(plain[: len(few)], traces(engine, [*few, *others], rows, 0)[: len(few)])
     noise = max(small, large, rounding_of(engine.config.model.dtype))
     if engine.replays:
-        texts = {tuple(asked.prompt_tokens): [_tokens(trace)] for asked, trace in zip(few, plain, strict=False)}
-        engine.set_replay(texts, {tuple(asked.prompt_tokens): [asked.seed] for asked in few})
+        pairs = zip(few, plain, strict=False)
+        engine.set_replay([StoredText(asked.prompt_tokens, _tokens(trace), asked.seed) for asked, trace in pairs])
         noise = max(noise, measure_noise(plain[: len(few)], traces(engine, few, len(few), k)))
-        engine.set_replay({})
+        engine.set_replay([])
     return noise
 
 
-def texts_to_replay(
-    requests: list[Request], plain: list[Trace]
-) -> tuple[dict[Tokens, list[list[int]]], dict[Tokens, list[int]]]:
-    """Turn the results of plain decoding into text to replay, by prompt, with one wrong token in every second text.
+def texts_to_replay(requests: list[Request], plain: list[Trace]) -> list[StoredText]:
+    """Turn the results of plain decoding into text to replay, with one wrong token in every second text.
 
     Half of the texts have known seeds, so that they are read ahead.
     """
-    texts: dict[Tokens, list[list[int]]] = {}
-    seeds: dict[Tokens, list[int]] = {}
+    texts = []
     for index, (request, trace) in enumerate(zip(requests, plain, strict=True)):
-        prompt, text = tuple(request.prompt_tokens), _tokens(trace)
+        text = _tokens(trace)
         if index % 2:
             text[len(text) // 2] = text[0]
-        texts[prompt] = [text]
-        if index % 4 < 2:
-            seeds[prompt] = [request.seed]
-    return texts, seeds
+        texts.append(StoredText(request.prompt_tokens, text, request.seed if index % 4 < 2 else None))
+    return texts
 
 
 def _tokens(trace: Trace) -> list[int]:

@@ -48,7 +48,7 @@ def engine_of(directories: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
             engine = engines[method]
             engine.set_k(engine.longest_k)
             if engine.drafting is not None:  # or what it drafts would depend on the tests before
-                engine.drafting.texts.store({})
+                engine.drafting.texts.store([])
                 engine.set_recent([])
                 drafter_k, replay_k = engine.config.speculation.draft_lengths
                 engine.drafting.costs.acceptance = Acceptance(max(drafter_k, replay_k), drafter_k)

@@ -34,7 +34,7 @@ def calls_of_an_iteration() -> KernelCalls:
 
     set_environment()
     replacements.install()
-    from specrl.rollout.drafts.device_drafts import FACTS
+    from specrl.rollout.drafts.device_drafts import NUM_FACTS
     from specrl.rollout.sampling import kernels
     from specrl.rollout.sampling.verification import Sampling
     from specrl.rollout.vllm import device_sampler
@@ -71,9 +71,9 @@ def calls_of_an_iteration() -> KernelCalls:
         sampler.sampling = Sampling(kernels.pick, kernels.verify)
         sampler.sampling_states = SimpleNamespace(**dict.fromkeys(names, state))
         sampler.req_states = SimpleNamespace(prefill_len=state, total_len=state)
-        sampler.req_states.facts = SimpleNamespace(gpu=torch.zeros(8, FACTS, dtype=torch.int64))
-        sampler.stop_tokens = SimpleNamespace(gpu=torch.zeros(8, device_sampler.MOST_STOP_TOKENS, dtype=torch.int64))
-        sampler.req_states.drafts = SimpleNamespace(sources=state.gpu, lengths=state.gpu)
+        sampler.req_states.facts = SimpleNamespace(gpu=torch.zeros(8, NUM_FACTS, dtype=torch.int64))
+        stops = torch.zeros(2, dtype=torch.int64)
+        sampler.req_states.drafts = SimpleNamespace(sources=state.gpu, lengths=state.gpu, stop_tokens=stops)
         verifier = object.__new__(device_sampler.InvariantVerifier)
         verifier.sampler, verifier.num_speculative_steps = sampler, 3
         batch = SimpleNamespace(

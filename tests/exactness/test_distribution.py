@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY
-from specrl.rollout.engine import Engine, Request, response_seed
+from specrl.rollout.engine import Engine, Request, StoredText, response_seed
 from specrl.rollout.errors import SamplerError
 from specrl.rollout.requests import Generation
 from specrl.rollout.sampling.gumbel import Picked
@@ -65,7 +65,7 @@ def test_samples_of_every_other_source_follow_the_policy(engine_of: Start, metho
     engine.set_k(min(3, engine.longest_k))
     if engine.replays:
         likely = max(exact_distribution(0, SETTINGS[0]).items(), key=lambda item: item[1])[0]
-        engine.set_replay({tuple(PROMPT): [likely]})
+        engine.set_replay([StoredText(PROMPT, likely)])
     generation, cells = sample(engine, SETTINGS, seed=8)
     source = REPLAY if "replay" in method else DRAFTER
     assert generation.stats.by_source[source].num_accepted_tokens > 500

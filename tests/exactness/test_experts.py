@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specrl.rollout.drafts.acceptance import OWN_TEXT
-from specrl.rollout.engine import Engine, Request, Response
+from specrl.rollout.engine import Engine, Request, Response, StoredText
 from specrl.rollout.errors import PolicyParityError
 from specrl.rollout.vllm.weights.load import read_weights
 from tests.exactness.engines import running, verify_policy
@@ -62,8 +62,9 @@ def test_routes_are_those_of_the_tokens_that_were_kept(engine: Engine, policies:
     engine.set_k(0)
     plain = engine.generate(requests(), routes=True).responses
     assert_routes(policies[0], plain)
-    texts = {tuple(asked.prompt_tokens): [wrong(got.tokens)] for asked, got in zip(requests(), plain, strict=True)}
-    engine.set_replay(texts)
+    pairs = zip(requests(), plain, strict=True)
+    texts = [StoredText(asked.prompt_tokens, wrong(got.tokens), asked.seed) for asked, got in pairs]
+    engine.set_replay([text._replace(seed=None) for text in texts])
     engine.set_k(engine.longest_k)
     preempted = count_preemptions(engine)
     drafted = engine.generate(requests(), routes=True)
@@ -72,7 +73,7 @@ def test_routes_are_those_of_the_tokens_that_were_kept(engine: Engine, policies:
     assert 0 < drafted.stats.num_accepted_tokens < drafted.stats.num_draft_tokens
     assert_routes(policies[0], drafted.responses)
     engine.reset_prefix_cache()
-    engine.set_replay(texts, {tuple(asked.prompt_tokens): [asked.seed] for asked in requests()})
+    engine.set_replay(texts)
     read = engine.generate(requests(), routes=True)
     assert [got.tokens for got in read.responses] == [got.tokens for got in plain]
     assert read.stats.by_source[OWN_TEXT].num_accepted_tokens > 0

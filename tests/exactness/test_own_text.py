@@ -11,7 +11,7 @@ import pytest
 
 from specrl.rollout import own_text
 from specrl.rollout.drafts.acceptance import OWN_TEXT
-from specrl.rollout.engine import Engine, Request, Response
+from specrl.rollout.engine import Engine, Request, Response, StoredText
 from tests.exactness.conftest import Start
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import toy_config
@@ -46,12 +46,8 @@ def engine(request: pytest.FixtureRequest, engine_of: Start, directories: tuple[
 
 
 def store(engine: Engine, requests: Sequence[Request], texts: Sequence[list[int]]) -> None:
-    by_prompt: dict[tuple[int, ...], list[list[int]]] = {}
-    seeds: dict[tuple[int, ...], list[int]] = {}
-    for request, text in zip(requests, texts, strict=True):
-        by_prompt.setdefault(tuple(request.prompt_tokens), []).append(text)
-        seeds.setdefault(tuple(request.prompt_tokens), []).append(request.seed)
-    engine.set_replay(by_prompt, seeds)
+    pairs = zip(requests, texts, strict=True)
+    engine.set_replay([StoredText(request.prompt_tokens, text, request.seed) for request, text in pairs])
 
 
 def altered(index: int, tokens: list[int]) -> list[int]:

@@ -13,9 +13,8 @@ import pytest
 
 from specrl.config import Config
 from specrl.rollout.drafts.device_drafts import Counts
-from specrl.rollout.drafts.text_index import DRAFTERS, RECENT_TEXT, STORED, Text
-from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT
-from specrl.rollout.engine import Engine, Request
+from specrl.rollout.drafts.text_index import DRAFTERS, RECENT_TEXT, STORED, Text, number_of
+from specrl.rollout.engine import Engine, Request, StoredText
 from tests.exactness.conftest import Start
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import policy_weights, toy_config, write_policy
@@ -38,7 +37,7 @@ CHUNKED = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
 class Stored:
     """What there is to draft from in one generation; without seeds, so that none of it is read ahead of decoding."""
 
-    texts: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
+    texts: list[StoredText] = field(default_factory=list)
     recent: Sequence[list[int]] = ()
 
 
@@ -53,10 +52,7 @@ def config_of(method: str, k: int, **options: Any) -> Config:
 
 
 def by_prompt(requests: Sequence[Request], rows: Sequence[list[int]]) -> Stored:
-    stored = Stored()
-    for request, row in zip(requests, rows, strict=True):
-        stored.texts.setdefault(tuple(request.prompt_tokens), []).append(row)
-    return stored
+    return Stored([StoredText(asked.prompt_tokens, row) for asked, row in zip(requests, rows, strict=True)])
 
 
 def altered(index: int, tokens: list[int]) -> list[int]:
@@ -79,14 +75,11 @@ def answers(engine: Engine, requests: Sequence[Request], stored: Stored) -> tupl
 
 def expected(stored: Stored, plain: Sequence[list[int]]) -> Compared:
     """What all drafts from text come to in plain Python."""
-    numbers = {prompt: number for number, prompt in enumerate(stored.texts)}
     texts = [Text(row) for row in reversed(stored.recent)]
-    for prompt, rows in stored.texts.items():
-        texts += [Text(row, numbers[prompt]) for row in rows]
+    texts += [Text(text.tokens, number_of(text.prompt_tokens)) for text in stored.texts]
     found = []
     for request, answer in zip(REQUESTS, plain, strict=True):
-        prompt = numbers.get(tuple(request.prompt_tokens), UNKNOWN_PROMPT)
-        found.append(follow(texts, prompt, answer, request.max_tokens, K, WORTH))
+        found.append(follow(texts, number_of(request.prompt_tokens), answer, request.max_tokens, K, WORTH))
     return Compared(np.sum([one.seen for one in found], 0), np.sum([one.right for one in found], 0))
 
 

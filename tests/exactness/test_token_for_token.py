@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
-from specrl.rollout.engine import Engine, Request, Response
+from specrl.rollout.engine import Engine, Request, Response, StoredText
 from tests.exactness.conftest import Start
 from tests.exactness.engines import in_batches, mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config
@@ -33,7 +33,6 @@ CASES: list[tuple[str, int | str]] = [
 ]
 LOGPROB_NOISE = 1e-4
 """Nats between batch shapes in FP32."""
-Texts = dict[tuple[int, ...], list[list[int]]]
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +42,13 @@ def plain(engine_of: Start) -> list[Response]:
 
 
 @pytest.fixture(scope="module")
-def texts(plain: list[Response]) -> Texts:
+def texts(plain: list[Response]) -> list[StoredText]:
     """Responses to two of three prompts, half of them wrong in one token."""
-    stored: Texts = {}
+    stored = []
     for index, (request, response) in enumerate(zip(REQUESTS, plain, strict=True)):
         wrong = [*response.tokens[:5], likely_tokens()[-1], *response.tokens[6:]]
         if index % 3:
-            stored.setdefault(tuple(request.prompt_tokens), []).append(wrong if index % 2 else response.tokens)
+            stored.append(StoredText(request.prompt_tokens, wrong if index % 2 else response.tokens))
     return stored
 
 
@@ -64,7 +63,7 @@ def assert_same(responses: list[Response], expected: list[Response]) -> None:
 
 @pytest.mark.parametrize(("method", "k"), CASES)
 def test_every_source_and_k_gives_the_tokens_of_plain_decoding(
-    engine_of: Start, plain: list[Response], texts: Texts, method: str, k: int | str
+    engine_of: Start, plain: list[Response], texts: list[StoredText], method: str, k: int | str
 ) -> None:
     engine = engine_of(method)
     if engine.replays:
@@ -99,7 +98,7 @@ def test_the_batch_size_changes_no_token(engine_of: Start, plain: list[Response]
 
 @pytest.mark.parametrize(("method", "k"), [("none", 0), ("eagle3", 5), ("eagle3+replay", 3), ("ngram", 4)])
 def test_stop_strings_hold_inside_accepted_drafts(
-    engine_of: Start, plain: list[Response], texts: Texts, method: str, k: int
+    engine_of: Start, plain: list[Response], texts: list[StoredText], method: str, k: int
 ) -> None:
     """Fails where a string is looked for at the end of what came at once, or what follows it is kept."""
     engine, strings = engine_of(method), ("aa", "cea", "g", "zzz")
@@ -203,7 +202,7 @@ def test_speculation_works_up_to_the_end_of_the_context(engine_of: Start) -> Non
 
 
 def test_preemption_chunked_prefill_and_no_prefix_cache_change_no_token(
-    directories: tuple[Path, Path], plain: list[Response], texts: Texts
+    directories: tuple[Path, Path], plain: list[Response], texts: list[StoredText]
 ) -> None:
     tight = {
         "enable_prefix_caching": False,

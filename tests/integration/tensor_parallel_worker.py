@@ -23,7 +23,7 @@ from specrl.config import Config
 from specrl.distributed import Ranks, join, leave
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import RefitError
-from specrl.rollout.refit.drafter_guard import DrafterGuard
+from specrl.rollout.refit.drafter_guard import ACCEPTANCE_LENGTH, DRAFTER_RELOADS, DrafterGuard
 from tests.exactness.engines import logprobs_of, mixed_requests, verify_policy
 from tests.exactness.toy import (
     ToyTrainer,
@@ -96,7 +96,8 @@ def guarded(engine: Engine, ranks: Ranks, size: int) -> list[Any]:
     engine.refit(policy.items(), damaged.items())
     second = guard.check(4)
     events = guard.take_events()
-    return [first.reloaded, second.reloaded, second.acceptance_length == first.acceptance_length, *events]
+    reloads, lengths = ([state[name] for state in (first, second)] for name in (DRAFTER_RELOADS, ACCEPTANCE_LENGTH))
+    return [*map(bool, reloads), lengths[0] == lengths[1], *events]
 
 
 def work(folder: Path, ranks: Ranks, size: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from specrl.config import SamplingConfig, ValidationSetConfig
 from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
 from specrl.rollout.drafts.acceptance import DRAFTER, OWN_TEXT, RECENT, REPLAY, SpeculationStats
-from specrl.rollout.engine import Engine, Request, Response
+from specrl.rollout.engine import Engine, Request, Response, StoredText
 from specrl.validation.answering import HeldOutSet, LastAnswers, answer
 from specrl.validation.speed import matched_pair
 from tests.exactness.engines import mixed_requests, running
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.engine
 REQUESTS = mixed_requests(32, seed=5)
 LONGEST = 16
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
-Texts = dict[tuple[int, ...], list[list[int]]]
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +51,14 @@ def plain(mixed: Engine) -> list[Response]:
 
 
 @pytest.fixture(scope="module")
-def texts(plain: list[Response]) -> Texts:
+def texts(plain: list[Response]) -> list[StoredText]:
     """Responses to half of the prompts, some of them wrong in one token."""
     wrong = likely_tokens()[0]
-    stored: Texts = {}
+    stored = []
     for index, (request, response) in enumerate(zip(REQUESTS, plain, strict=True)):
         if index % 2 == 0:
             text = response.tokens if index % 4 else [*response.tokens[:5], wrong, *response.tokens[6:]]
-            stored.setdefault(tuple(request.prompt_tokens), []).append(text)
+            stored.append(StoredText(request.prompt_tokens, text))
     return stored
 
 
@@ -68,7 +67,9 @@ def tokens(responses: list[Response]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("k", [1, 3, None])
-def test_replay_and_eagle3_share_a_batch(mixed: Engine, plain: list[Response], texts: Texts, k: int | None) -> None:
+def test_replay_and_eagle3_share_a_batch(
+    mixed: Engine, plain: list[Response], texts: list[StoredText], k: int | None
+) -> None:
     mixed.set_replay(texts)
     mixed.set_k(k)
     generation = mixed.generate(REQUESTS)
@@ -83,15 +84,15 @@ def test_replay_and_eagle3_share_a_batch(mixed: Engine, plain: list[Response], t
 
 
 def test_long_drafts_save_iterations_and_stored_text_can_be_taken_away(
-    mixed: Engine, plain: list[Response], texts: Texts
+    mixed: Engine, plain: list[Response], texts: list[StoredText]
 ) -> None:
     mixed.set_k(3)
     longest = max(range(len(REQUESTS)), key=lambda index: len(plain[index].tokens))
     request = REQUESTS[longest]
-    mixed.set_replay({tuple(request.prompt_tokens): [plain[longest].tokens]})
+    mixed.set_replay([StoredText(request.prompt_tokens, plain[longest].tokens)])
     steps = mixed.generate([request]).stats.decode_steps
     assert steps <= len(plain[longest].tokens) // LONGEST + 2
-    mixed.set_replay({})
+    mixed.set_replay([])
     generation = mixed.generate(REQUESTS)
     assert REPLAY not in generation.stats.by_source
     assert tokens(generation.responses) == tokens(plain)
@@ -100,7 +101,7 @@ def test_long_drafts_save_iterations_and_stored_text_can_be_taken_away(
 def test_what_rollouts_said_is_found_again_by_later_ones_and_by_nothing_else(
     mixed: Engine, plain: list[Response]
 ) -> None:
-    mixed.set_replay({})
+    mixed.set_replay([])
     mixed.set_k(3)
     first = mixed.generate(REQUESTS, recall=True)
     again = mixed.generate(REQUESTS, recall=True)
@@ -114,7 +115,7 @@ def test_what_rollouts_said_is_found_again_by_later_ones_and_by_nothing_else(
 
 def test_responses_draft_from_their_finished_siblings(mixed: Engine, plain: list[Response]) -> None:
     """Requests that differ in nothing say the same: all that the first ones said is right for those that follow."""
-    mixed.set_replay({})
+    mixed.set_replay([])
     mixed.set_recent([])
     mixed.set_k(3)
     longest = max(range(len(REQUESTS)), key=lambda index: len(plain[index].tokens))
@@ -127,7 +128,7 @@ def test_responses_draft_from_their_finished_siblings(mixed: Engine, plain: list
 
 
 def test_a_matched_pair_begins_every_repeat_with_the_text_that_it_is_given(
-    mixed: Engine, plain: list[Response], texts: Texts
+    mixed: Engine, plain: list[Response], texts: list[StoredText]
 ) -> None:
     given: list[int] = []
 
@@ -147,7 +148,7 @@ def test_a_matched_pair_begins_every_repeat_with_the_text_that_it_is_given(
     without = matched_pair(mixed, REQUESTS, len(REQUESTS), 3, 1)
     assert RECENT not in without.token_share and without.tokens_equal == 1.0
     mixed.set_recent([])
-    mixed.set_replay({})
+    mixed.set_replay([])
 
 
 def test_the_text_of_its_own_seed_is_followed_though_most_texts_say_otherwise(
@@ -156,16 +157,17 @@ def test_the_text_of_its_own_seed_is_followed_though_most_texts_say_otherwise(
     mixed.set_k(3)
     longest = max(range(len(REQUESTS)), key=lambda index: len(plain[index].tokens))
     request, own = REQUESTS[longest], plain[longest].tokens
-    prompt, other = tuple(request.prompt_tokens), [own[0], *(token for token in likely_tokens() if token != own[1])]
-    mixed.set_replay({prompt: [other, other, own]}, {prompt: [1, 2, request.seed]})
+    prompt, other = request.prompt_tokens, [own[0], *(token for token in likely_tokens() if token != own[1])]
+    rows = (other, 1), (other, 2), (own, request.seed)
+    mixed.set_replay([StoredText(prompt, *row) for row in rows])
     assert mixed.stored_for(request) == (3, len(own))
     found = mixed.generate([request])
     assert found.responses[0].tokens == own
     assert found.stats.by_source[OWN_TEXT].num_accepted_tokens == found.stats.by_source[OWN_TEXT].num_draft_tokens > 0
-    mixed.set_replay({prompt: [other, other, own]})
+    mixed.set_replay([StoredText(prompt, text) for text, _ in rows])
     assert mixed.stored_for(request) == (3, 0)
     assert mixed.generate([request]).stats.num_accepted_tokens < found.stats.num_accepted_tokens
-    mixed.set_replay({})
+    mixed.set_replay([])
 
 
 def test_a_validation_drafts_from_the_answers_of_the_one_before_and_of_an_earlier_start(
@@ -227,12 +229,12 @@ def test_a_stopped_generation_returns_what_it_has(mixed: Engine, plain: list[Res
 
 
 def test_stored_text_of_an_older_policy_changes_nothing_after_a_refit(
-    mixed: Engine, plain: list[Response], texts: Texts
+    mixed: Engine, plain: list[Response], texts: list[StoredText]
 ) -> None:
     torch.manual_seed(0)
     weights = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in policy_weights(0).items()}
     mixed.refit(weights.items(), drafter_weights(2).items())
-    mixed.set_replay({})
+    mixed.set_replay([])
     mixed.set_k(0)
     expected = tokens(mixed.generate(REQUESTS).responses)
     assert expected != tokens(plain)
@@ -245,7 +247,7 @@ def test_stored_text_of_an_older_policy_changes_nothing_after_a_refit(
 
 
 def test_what_is_expected_of_drafts_is_learned_while_generating(
-    mixed: Engine, texts: Texts, plain: list[Response]
+    mixed: Engine, texts: list[StoredText], plain: list[Response]
 ) -> None:
     mixed.set_replay(texts)
     mixed.set_k(None)
@@ -262,7 +264,7 @@ def test_what_is_expected_of_drafts_is_learned_while_generating(
 def test_the_draft_length_is_chosen_anew_for_those_that_still_run(
     mixed: Engine, plain: list[Response], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mixed.set_replay({})
+    mixed.set_replay([])
     mixed.set_k(None)
     assert mixed.drafting is not None
     mixed.drafting.metrics()
@@ -282,7 +284,7 @@ def test_the_draft_length_is_chosen_anew_for_those_that_still_run(
 
 
 def test_what_nothing_is_learned_from_leaves_no_trace(mixed: Engine, plain: list[Response]) -> None:
-    mixed.set_replay({})
+    mixed.set_replay([])
     mixed.set_k(None)
     assert mixed.drafting is not None
     knowledge = (mixed.drafting.costs, mixed.drafting.texts)
@@ -300,7 +302,9 @@ def test_what_nothing_is_learned_from_leaves_no_trace(mixed: Engine, plain: list
 
 
 @pytest.mark.parametrize("method", ["replay", "draft_model"])
-def test_other_sources_give_the_same_tokens(root: Path, plain: list[Response], texts: Texts, method: str) -> None:
+def test_other_sources_give_the_same_tokens(
+    root: Path, plain: list[Response], texts: list[StoredText], method: str
+) -> None:
     draft_model = root / "policy" if method == "draft_model" else None
     with running(root / "policy", None, toy_config(method, 3, draft_model=draft_model)) as engine:
         if method == "replay":

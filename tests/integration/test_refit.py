@@ -51,7 +51,8 @@ class Case:
         return {name: tensor.bfloat16() for name, tensor in policy_weights(seed, tied=self.tied).items()}
 
     def check(self, trainer: dict[str, Tensor]) -> float:
-        return check_policy(logprobs_of(self.engine, SEQUENCES), trainer_logprobs(trainer, self.tied), TOLERANCE).mean
+        differences = check_policy(logprobs_of(self.engine, SEQUENCES), trainer_logprobs(trainer, self.tied), TOLERANCE)
+        return differences["refit/mean_abs_logprob_diff"]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -245,7 +246,9 @@ def test_a_corrupted_drafter_tensor_is_an_error_with_its_name_and_changes_no_tok
 
 
 def test_parity_counts_missing_numbers_as_disagreement() -> None:
-    assert check_policy([[-1.0, -2.0]], [[-1.1, -2.1]], 0.2).mean == pytest.approx(0.1)
+    differences = check_policy([[-1.0, -2.0]], [[-1.1, -2.2]], 0.2)
+    assert differences["refit/mean_abs_logprob_diff"] == pytest.approx(0.15)
+    assert differences["refit/max_abs_logprob_diff"] == pytest.approx(0.2)
     with pytest.raises(PolicyParityError):
         check_policy([[-1.0, float("nan")]], [[-1.0, -2.0]], 0.2)
     with pytest.raises(AssertionError, match="same sequences"):

@@ -142,7 +142,7 @@ def test_engines_that_live_at_once_share_a_gpu(tmp_path: Path, monkeypatch: pyte
     config = Config(name="shared", speculation=SpeculationConfig(method="eagle3"))
     options = RolloutOptions(("ngram", "eagle3"), (3,), (2,), 1, 8)
     started = engines.Engines(Subject(config, tmp_path, tmp_path, tmp_path, {}), options)
-    started.add_methods({})
+    started.add_methods([])
     stock = started._config("none").engine.gpu_memory_fraction
     assert len(shares) == 3
     assert sum(shares) + stock <= 0.85

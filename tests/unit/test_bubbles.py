@@ -17,9 +17,10 @@ from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
 from specrl.report.plots import gantt
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank, put_to_use
-from specrl.rollout.bubbles.pregeneration import by_tokens
+from specrl.rollout.bubbles.pregeneration import store_texts
 from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.collect import deal
+from specrl.rollout.drafts.text_store import TextStore
 from specrl.timeline import (
     PREGENERATION,
     SPOT_TRAINING,
@@ -188,10 +189,11 @@ def test_a_timeline_survives_json_and_is_drawn() -> None:
 
 def test_prompts_of_equal_text_share_their_stored_responses() -> None:
     prompts = [Prompt(number, "x", tokens, "") for number, tokens in enumerate([[1, 2], [1, 2], [3], [4]])]
-    first, second, third, fourth, fifth = (
-        PregeneratedText(prompt, 40 + prompt, [prompt]) for prompt in (0, 1, 1, 2, 9)
-    )
-    assert by_tokens(prompts, [first, second, third, fourth, fifth]) == {(1, 2): [first, second, third], (3,): [fourth]}
+    store = TextStore()
+    engine: Any = SimpleNamespace(set_replay=store.store)
+    store_texts(engine, prompts, [PregeneratedText(prompt, 40 + prompt, [prompt]) for prompt in (0, 1, 1, 2, 9)])
+    assert [store.stored(tokens, 41)[0] for tokens in ([1, 2], [3], [4])] == [3, 1, 0]
+    assert store.own([1, 2], 41) == [1]
 
 
 @pytest.mark.parametrize(

@@ -400,18 +400,6 @@ def test_what_can_be_no_source_is_not_taken_for_a_name_of_the_hub() -> None:
             model_shape(ModelConfig(source=source))
 
 
-def test_more_ends_of_a_response_than_the_engine_looks_for_are_refused(folder: Path) -> None:
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(2, 10))}))
+def test_any_number_of_tokens_may_end_a_response(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(2, 20))}))
     check_model_folder(folder, 64)
-    config(eos_token_id=12)(folder)
-    assert "names 9 tokens that end a response (eos_token_id, eos_token), and at most 8 are" in refusal(folder)
-
-
-def test_the_tokenizers_own_end_of_a_response_counts(folder: Path) -> None:
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(2, 10))}))
-    check_model_folder(folder, 64)
-    settings = folder / "tokenizer_config.json"
-    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-    other = next(token for token, index in vocabulary.items() if index == 12)
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token": {"content": other}}))
-    assert "names 9 tokens that end a response" in refusal(folder)

@@ -13,7 +13,7 @@ from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
 from specrl.models.tiny import character_tokenizer
 from specrl.rollout.bubbles.texts import PregeneratedText, read_texts, write_texts
-from specrl.rollout.engine import response_seed
+from specrl.rollout.engine import StoredText, response_seed
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.validation.speed import NextStep, recent_responses, write_next_step
 
@@ -37,8 +37,8 @@ class TextEngine:
     def set_recent(self, generations: Any) -> None:
         self.recent = generations
 
-    def set_replay(self, texts: Any, seeds: Any) -> None:
-        self.texts, self.seeds = texts, seeds
+    def set_replay(self, texts: Any) -> None:
+        self.texts = texts
 
 
 def trained(folder: Path, texts: list[PregeneratedText]) -> None:
@@ -78,8 +78,7 @@ def test_the_next_step_has_its_own_requests_and_the_text_made_for_them(tmp_path:
     assert [requests[1].seed, requests[5].seed] == seeds
     engine = TextEngine()
     found.give_texts(cast(Any, engine))
-    assert engine.texts == {tuple(prompts[1].tokens): [[7, 8], [7, 8]]}
-    assert engine.seeds == {tuple(prompts[1].tokens): seeds}
+    assert engine.texts == [StoredText(prompts[1].tokens, [7, 8], seed) for seed in seeds]
     assert engine.recent == recent_responses(tmp_path / "rollouts", 3, 7)
     text = found.text()
     assert (text.step, text.num_responses, text.num_stored, text.stored_tokens) == (3, 8, 2, 4)

@@ -14,9 +14,10 @@ from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.pregeneration import Pregeneration
 from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats
-from specrl.rollout.engine import Engine, Generation, Request, Response
+from specrl.rollout.engine import Engine, Generation, Request, Response, StoredText
 from specrl.rollout.errors import DrafterCollapseError
-from specrl.rollout.refit.drafter_guard import DrafterGuard
+from specrl.rollout.refit.drafter_guard import ACCEPTANCE_LENGTH, DrafterGuard
+from specrl.rollout.refit.drafter_guard import DRAFTER_RELOADS as RELOADS
 
 PROMPTS = [Prompt(number, "x" * (number + 1), [1] * (number + 1), "") for number in range(3)]
 LENGTH = 12
@@ -36,7 +37,7 @@ class CountingEngine:
         self.asked: list[list[Request]] = []
         self.recalled: list[bool] = []
         self.learned: list[bool] = []
-        self.stored: dict[tuple[int, ...], list[list[int]]] = {(1,): [[2]]}
+        self.stored = [StoredText((1,), [2])]
         self.stored_when_asked: list[int] = []
 
     def verify_drafter(self, weights: object) -> None: ...
@@ -71,7 +72,7 @@ class CountingEngine:
         stats = SpeculationStats(1, 1, 1, accepted_per_pos=(1,), drafted_per_pos=(1,))
         return Generation(responses, stats, 0.0, sum(map(len, tokens)))
 
-    def set_replay(self, texts: dict[tuple[int, ...], list[list[int]]]) -> None:
+    def set_replay(self, texts: list[StoredText]) -> None:
         self.stored = texts
 
     def set_k(self, k: int | None) -> None: ...
@@ -138,7 +139,7 @@ def test_the_guard_copies_a_drafter_once_for_each_change_into_the_same_memory() 
     state["fc"] += 1  # a checkpoint is loaded after the guard was made
     drafter.changes += 1
     for version in range(3):
-        assert not guard.check(version).reloaded
+        assert not guard.check(version)[RELOADS]
         assert guard._last_good["fc"].tolist() == [1, 1]
     address = guard._last_good["fc"].data_ptr()
     assert copies == [1]
@@ -157,11 +158,13 @@ def test_only_a_drafter_that_was_probed_is_known_to_be_good() -> None:
     guard.check(0)
     state["fc"] += 1
     drafter.changes += 1
-    assert guard.check(1, probe=False).acceptance_length is None
+    assert ACCEPTANCE_LENGTH not in guard.check(1, probe=False)
     assert guard._last_good["fc"].tolist() == [0, 0] and len(engine.asked) == 1
-    assert guard.confirm(1) == 0
+    guard.confirm(1)
     assert guard._last_good["fc"].tolist() == [1, 1] and len(engine.asked) == 2
-    assert guard.confirm(1) == 0 and len(engine.asked) == 2, "once is enough"
+    guard.confirm(1)
+    assert len(engine.asked) == 2, "once is enough"
+    assert guard.take_events() == []
 
 
 def test_what_a_rank_has_trained_since_the_refit_is_not_known_to_be_good() -> None:
@@ -175,7 +178,8 @@ def test_what_a_rank_has_trained_since_the_refit_is_not_known_to_be_good() -> No
     guard.check(1, probe=False)
     state["fc"] += 776
     drafter.changes += 1
-    assert guard.confirm(1) == 0
+    guard.confirm(1)
+    assert guard.take_events() == []
     assert guard._last_good["fc"].tolist() == [0, 0]
 
 
@@ -189,7 +193,7 @@ def test_the_engines_share_the_guards_probe_and_judge_the_drafter_by_all_of_it()
     drafter = SimpleNamespace(state_dict=dict, named_weights=dict, load_state_dict=dict, changes=0)
     ranks: Any = SimpleNamespace(gather=gather)
     guard = DrafterGuard(cast(Engine, CountingEngine()), cast(Any, drafter), [Request([1], 0, 1, 1.0)], ranks)
-    assert guard.check(0).acceptance_length == 1 + 81 / 101
+    assert guard.check(0)[ACCEPTANCE_LENGTH] == 1 + 81 / 101
     del others[0]
     with pytest.raises(DrafterCollapseError, match=r"fell to 0\.010 of 101 drafts"):
         guard._check_acceptance(1)
@@ -204,7 +208,7 @@ def test_the_guard_probes_the_drafter_without_stored_text() -> None:
     engine = CountingEngine()
     drafter = SimpleNamespace(state_dict=dict, named_weights=dict, load_state_dict=dict, changes=0)
     guard = DrafterGuard(cast(Engine, engine), cast(Any, drafter), [Request([1], 0, 1, 1.0)], ALONE)
-    assert guard.check(1).acceptance_length == 2.0
+    assert guard.check(1)[ACCEPTANCE_LENGTH] == 2.0
     assert engine.stored_when_asked == [0]
     assert engine.recalled == engine.learned == [False]
 
@@ -236,6 +240,6 @@ def test_speculation_ends_where_neither_the_new_drafter_nor_the_last_good_one_is
     guard.check(0)
     drafter.changes += 1
     report = guard.check(4)
-    assert not report.speculating and not report.reloaded and report.failures == 2
+    assert not report["refit/speculating"] and not report[RELOADS]
     (event,) = guard.take_events()
     assert "position 2 fell to 0.100" in event and "speculation is off" in event

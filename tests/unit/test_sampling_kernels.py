@@ -103,24 +103,22 @@ def test_a_row_does_not_depend_on_its_batch(interpreter: ProcessPoolExecutor) ->
 
 
 TOKENS = st.integers(0, 3)  # few, so that drafts agree and responses end
-REQUESTS = st.tuples(
-    st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=6), st.lists(TOKENS, max_size=2), st.integers(1, 7)
-)
+REQUESTS = st.tuples(st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=6), st.integers(1, 7))
 
 
 def test_verify_gives_what_going_from_token_to_token_gives(interpreter: ProcessPoolExecutor) -> None:
     @settings(max_examples=60)
-    @given(st.lists(REQUESTS, max_size=6), st.integers(0, 2))
-    def holds(requests: list[tuple[list[tuple[int, int]], list[int], int]], spare: int) -> None:
-        rows = [row for found, _, _ in requests for row in found]
+    @given(st.lists(REQUESTS, max_size=6), st.lists(TOKENS, max_size=3), st.integers(0, 2))
+    def holds(requests: list[tuple[list[tuple[int, int]], int]], ends: list[int], spare: int) -> None:
+        rows = [row for found, _ in requests for row in found]
         picked, drafts = (torch.tensor([row[column] for row in rows], dtype=torch.int64) for column in (0, 1))
-        starts = torch.tensor([0, *(len(found) for found, _, _ in requests)]).cumsum(0).int()
-        stops = torch.tensor([[*stops, -1, -1][:2] for _, stops, _ in requests], dtype=torch.int64).view(-1, 2)
-        limits = torch.tensor([limit for *_, limit in requests], dtype=torch.int32)
-        width = max((len(found) for found, _, _ in requests), default=1) + spare
+        starts = torch.tensor([0, *(len(found) for found, _ in requests)]).cumsum(0).int()
+        stops = torch.tensor(ends, dtype=torch.int64)
+        limits = torch.tensor([limit for _, limit in requests], dtype=torch.int32)
+        width = max((len(found) for found, _ in requests), default=1) + spare
         arguments = picked, drafts, starts, stops, limits, width
         found = verify(*arguments)
-        for (of_request, ends, limit), tokens, count in zip(requests, *found, strict=True):
+        for (of_request, limit), tokens, count in zip(requests, *found, strict=True):
             picks, drafted = [pick for pick, _ in of_request], [draft for _, draft in of_request[1:]]
             accepted = accepted_prefix(drafted, picks, ends)
             right = picks[: min(accepted if accepted and picks[accepted - 1] in ends else accepted + 1, limit)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specrl.rollout.drafts.device_drafts import FACTS, Batch, DeviceDrafts, Requests
+from specrl.rollout.drafts.device_drafts import NUM_FACTS, Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import (
     ANY_PROMPT,
     DRAFTERS,
@@ -24,8 +24,9 @@ from specrl.rollout.drafts.text_index import (
     STORED,
     Text,
     TextIndex,
+    number_of,
 )
-from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT, TextStore
+from specrl.rollout.drafts.text_store import StoredText, TextStore
 from specrl.rollout.engine import Engine
 from tests.text_drafting import Run, candidates, continued, follow, laid_out, last_tokens
 
@@ -143,14 +144,13 @@ def test_what_text_behind_the_drafters_tokens_is_worth_counts_only_where_all_of_
 
 def test_the_store_keeps_the_latest_responses_and_the_prompts_own_texts() -> None:
     store = TextStore(6)
-    store.store({(1, 2): [[5, 6], [5, 7, 8], [9]], (3,): []}, {(1, 2): [10, 11, 11]})
+    store.store(StoredText((1, 2), tokens, seed) for tokens, seed in (([5, 6], 10), ([5, 7, 8], 11), ([9], 11)))
     for response in ([1, 2, 3], [4, 5, 6], [7, 8]):
         store.remember(response)
     assert store.stored((1, 2), 11) == (3, 3)
     assert store.stored((1, 2), 12) == (3, 0)
     assert store.stored((9,), 11) == (0, 0)
     assert [store.own((1, 2), seed) for seed in (10, 11, 12)] == [[5, 6], [5, 7, 8], []]
-    assert store.number_of([4]) == UNKNOWN_PROMPT
     index = store.index("cpu")
     assert [token for token in index.tokens.tolist() if token != END] == [5, 6, 5, 7, 8, 9, 7, 8, 4, 5, 6]
     store.remember([1, 1])
@@ -163,7 +163,7 @@ def test_the_store_keeps_the_latest_responses_and_the_prompts_own_texts() -> Non
 
 def test_requests_whose_prompts_have_long_texts_begin_first_and_others_are_taken_to_be_as_long_as_usual() -> None:
     store = TextStore()
-    store.store({(1,): [[5]], (2,): [[5] * 2, [5] * 9], (3,): []})
+    store.store([StoredText((1,), [5]), StoredText((2,), [5] * 2), StoredText((2,), [5] * 9)])
     engine: Any = SimpleNamespace(drafting=SimpleNamespace(texts=store))
     prompts = [(1,), (3,), (2,), (4,), (2,)]
     assert Engine._longest_first(engine, prompts) == [2, 4, 1, 3, 0]
@@ -173,10 +173,9 @@ def test_requests_whose_prompts_have_long_texts_begin_first_and_others_are_taken
 
 def test_finished_siblings_are_drafts_for_the_rest_of_their_group() -> None:
     store = TextStore(100)
-    store.store({(1,): [[5, 6, 7]]})
+    store.store([StoredText((1,), [5, 6, 7])])
     store.begin([[1], [2, 3], [2, 3], [4]])
-    number = store.number_of([2, 3])
-    assert store.number_of([4]) == UNKNOWN_PROMPT != number != store.number_of([1])
+    number = number_of([2, 3])
     store.remember([8, 9, 10], [2, 3])
     store.remember([11, 12], [4])
 
@@ -186,14 +185,12 @@ def test_finished_siblings_are_drafts_for_the_rest_of_their_group() -> None:
         return [token for token in index.ahead(index.find(*asked).places, 3)[0, 0].tolist() if token != END]
 
     assert store.has_siblings
-    assert (ahead(number), ahead(store.number_of([1]))) == ([9, 10], [])
+    assert (ahead(number), ahead(number_of([4])), ahead(number_of([1]))) == ([9, 10], [], [])
     store.remember([8, 8], [2, 3])  # the last of its group
     assert ahead(number) == [9, 10]
     store.begin()
     assert not store.has_siblings
-    assert store.number_of([2, 3]) == UNKNOWN_PROMPT
-    store.begin([[6], [6]])
-    assert ahead(store.number_of([6])) == []
+    assert ahead(number) == []
 
 
 class Waits(TorchDispatchMode):
@@ -230,7 +227,7 @@ def test_neither_choice_nor_count_waits_for_the_device() -> None:
     without_values(mode, drafts.index)
     with mode, Waits() as waits:
         lengths = torch.zeros(4, dtype=torch.int32)
-        facts = torch.zeros(4, FACTS, dtype=torch.int64)
+        facts = torch.zeros(4, NUM_FACTS, dtype=torch.int64)
         requests = Requests(facts, lengths, torch.zeros(4, 80, dtype=torch.int32))
         batch = Batch(*(torch.zeros(2, dtype=torch.int32) for _ in Batch._fields))
         drafts.observe(requests, batch)

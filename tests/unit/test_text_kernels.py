@@ -17,13 +17,12 @@ from specrl.rollout.drafts import kernels
 from specrl.rollout.drafts.device_drafts import FACTS, Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.kernels import TritonDrafts
 from specrl.rollout.drafts.text_index import ANY_PROMPT, END, Text
-from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT
 from tests.kernel_processes import compiled_for_text, iterate_with_text, run_with_text, use_interpreter
 from tests.text_drafting import Run, iterate
 from tests.unit.test_text_index import TEXTS, TOKENS, Waits, without_values
 
 SLOTS, LONGEST_SEQUENCE = 4, 24
-PROMPTS = [UNKNOWN_PROMPT, ANY_PROMPT, 0, 1]
+PROMPTS = [2**62 - 1, ANY_PROMPT, 0, 1]
 
 
 @pytest.fixture(scope="module")

@@ -46,8 +46,7 @@ def measure(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Ite
                 plain = traces(engine, requests, len(requests), 0)
                 noise = noise_of_shapes(engine, requests, plain, K)
                 if engine.replays:  # for the other half only the drafter drafts
-                    stored, seeds = texts_to_replay(requests, plain)
-                    engine.set_replay(dict(list(stored.items())[: len(stored) // 2]), seeds)
+                    engine.set_replay(texts_to_replay(requests, plain)[: len(requests) // 2])
                 speculative, drafts = recorded(engine, requests, len(requests), K)
                 comparison = compare(plain, speculative, noise)
                 engine.shutdown()

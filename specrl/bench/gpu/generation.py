@@ -165,7 +165,7 @@ def accepting_at(rate: float, sampler: Any, vocab_size: int) -> Sampling:
     All of the usual work is done, but a random prefix of every draft is treated as if the policy had picked it, so the
     text is not the policy's.
     """
-    generator = torch.Generator(sampler.stop_tokens.gpu.device).manual_seed(0)
+    generator = torch.Generator(sampler.req_states.device).manual_seed(0)
     real: Sampling = sampler.sampling
 
     def verify(picked: Tensor, drafts: Tensor, *others: Any) -> Verified:

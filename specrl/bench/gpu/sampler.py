@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from specrl.bench.gpu.models import Row, Scale, microseconds
-from specrl.models.checks.config import MOST_STOP_TOKENS
 from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import ANY_PROMPT, END, NOTHING, Text, TextIndex
 from specrl.rollout.sampling.gumbel import pick
@@ -99,8 +98,7 @@ def _verifying(of: Sampling, rows: int, vocab_size: int, device: torch.device) -
     picked = torch.randint(vocab_size, (requests * width,), generator=generator)
     is_right = torch.rand(len(picked), generator=generator) < 0.7
     drafts = torch.where(is_right, picked, (picked + 1) % vocab_size).roll(1)  # after the token that it follows
-    stops = torch.full((requests, MOST_STOP_TOKENS), -1)
-    stops[::2, 0] = picked[:: 2 * width]  # every second request ends at its first token
+    stops = picked[:1]  # the first request ends at its first token
     starts, limits = torch.arange(requests + 1) * width, torch.randint(1, 9, (requests,), generator=generator)
     tensors = picked, drafts, starts.int(), stops, limits.int()
     given: list[Any] = [*(values.to(device) for values in tensors), width]

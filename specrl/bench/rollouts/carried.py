@@ -11,9 +11,9 @@ import numpy as np
 
 from specrl.bench.job import BenchJob, Subject, say
 from specrl.bench.pages import table, titled, write_results
-from specrl.bench.rollouts.engines import by_prompt, speculation_of
+from specrl.bench.rollouts.engines import speculation_of
 from specrl.config import Config, ConfigError
-from specrl.rollout.engine import Generation, Request, start_engine
+from specrl.rollout.engine import Generation, Request, StoredText, start_engine
 from specrl.rollout.vllm.weights.load import read_weights
 
 ENDS = (250, 500, 1000, 2000, 4000, 8000, 16000)  # of the parts of responses, one row each
@@ -45,8 +45,8 @@ def measure(job: BenchJob, subject: Subject, requests: Sequence[Request], tokens
     say(f"before the update: {before.num_tokens} tokens in {before.seconds:.0f} s")
     engine.refit(read_weights(subject.policy_dir), None)
     engine.set_k(engine.longest_k)
-    texts = by_prompt(requests, [response.tokens for response in before.responses])
-    engine.set_replay(texts, by_prompt(requests, [request.seed for request in requests]))
+    texts = zip(requests, before.responses, strict=True)
+    engine.set_replay([StoredText(asked.prompt_tokens, said.tokens, asked.seed) for asked, said in texts])
     after = engine.generate(requests, learn=False)
     say(f"after the update: {after.num_tokens} tokens in {after.seconds:.0f} s")
     engine.shutdown()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from specrl.bench.job import Subject, say
 from specrl.bench.options import ADAPTIVE, RolloutOptions
@@ -13,7 +11,7 @@ from specrl.bench.rollouts.rounds import Variant
 from specrl.bench.stock import StockEngine
 from specrl.config import Config, SpeculationConfig
 from specrl.config.methods import METHODS
-from specrl.rollout.engine import Engine, Request, start_engine
+from specrl.rollout.engine import Engine, StoredText, start_engine
 
 PLAIN = "none"
 GPU_SHARE = 0.85  # of a GPU's memory, for all engines together
@@ -32,10 +30,10 @@ class Engines:
     def start_stock(self, folder: Path) -> StockEngine:
         return StockEngine(self.subject.policy_dir, self._config(PLAIN), folder / "stock.log")
 
-    def add_methods(self, stored: dict[tuple[int, ...], list[list[int]]]) -> None:
+    def add_methods(self, stored: list[StoredText]) -> None:
         """Start an engine for each draft method and k.
 
-        Methods with replay draft from `stored` responses (by prompt), only with the `adaptive` k if it is requested.
+        Methods with replay draft from `stored` responses, only with the `adaptive` k if it is requested.
         """
         for method in self.methods:
             engine, ks = self._engine(method), self.options.ks
@@ -70,10 +68,3 @@ class Engines:
 def speculation_of(run: SpeculationConfig, method: str, k: int) -> SpeculationConfig:
     draft_model = run.draft_model if METHODS[method].model == "draft_model" else None
     return SpeculationConfig.model_validate(run.model_dump() | {"method": method, "k": k, "draft_model": draft_model})
-
-
-def by_prompt(requests: Sequence[Request], values: Iterable[Any]) -> dict[tuple[int, ...], list[Any]]:
-    found: dict[tuple[int, ...], list[Any]] = {}
-    for request, value in zip(requests, values, strict=True):
-        found.setdefault(tuple(request.prompt_tokens), []).append(value)
-    return found

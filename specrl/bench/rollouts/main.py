@@ -11,7 +11,7 @@ from specrl.bench.job import BenchJob, say
 from specrl.bench.options import RolloutOptions
 from specrl.bench.pages import ratios, titled
 from specrl.bench.rollouts import carried
-from specrl.bench.rollouts.engines import Engines, by_prompt
+from specrl.bench.rollouts.engines import Engines
 from specrl.bench.rollouts.rounds import ACCEPTANCE, LEAST_REQUESTS, RATE, measure, rounds_of, rows_of, write_rounds
 from specrl.bench.stock import StockEngine
 from specrl.config import Config
@@ -20,7 +20,7 @@ from specrl.data.prompts import PromptSource
 from specrl.distributed import join, leave
 from specrl.models.sources import load_tokenizer
 from specrl.rollout.collect import Origin, make_request
-from specrl.rollout.engine import Request
+from specrl.rollout.engine import Request, StoredText
 
 POOL_SIZE = 64
 HOW = """
@@ -55,7 +55,8 @@ def main(job: BenchJob, options: RolloutOptions) -> None:
     )
     lengths = {request.seed: len(tokens) for request, tokens in zip(requests, natural, strict=True)}
     stock = engines.start_stock(job.folder)
-    engines.add_methods(by_prompt(others, stored))
+    texts = zip(others, stored, strict=True)
+    engines.add_methods([StoredText(asked.prompt_tokens, tokens) for asked, tokens in texts])
     rows: list[dict[str, Any]] = []
     how = HOW.format(run=job.run_dir and job.run_dir.name, max_tokens=options.max_tokens)
     for batch in options.batches:

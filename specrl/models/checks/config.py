@@ -18,8 +18,6 @@ _SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads vo
 ORIGINAL = "original_max_position_embeddings"
 _OTHERS = "num_key_value_heads head_dim num_experts num_local_experts num_experts_per_tok moe_intermediate_size"
 EOS = "eos_token_id"
-MOST_STOP_TOKENS = 8
-"""The number of tokens that may end a response: the engine checks each at every position."""
 TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")  # programs look them up in the embeddings
 DTYPES = ("float32", "bfloat16", "float16")
 _TOKENS = "bos_token eos_token pad_token unk_token"  # of a tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl.config import ConfigError
-from specrl.models.checks.config import EOS, MOST_STOP_TOKENS, check_config, form_problems, token_problems
+from specrl.models.checks.config import EOS, check_config, form_problems, token_problems
 from specrl.models.checks.headers import check_weights, remedy
 from specrl.models.directory import CONFIG_FILE, LFS_POINTER, read_model_config, read_object
 
@@ -73,15 +73,6 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
     if all(end in (None, [], "") for end in (config.get(EOS), generation.get(EOS), settings.get("eos_token"))):
         where = f"{EOS} in {CONFIG_FILE} and eos_token in tokenizer_config.json"
         raise ConfigError(f"model directory {directory} names no token that ends a response: set {where}")
-    given = [found.get(EOS) for found in (config, generation)]
-    ends = {token for one in given for token in (one if isinstance(one, list) else [one])} - {None}
-    own = _special_tokens({"eos_token": settings.get("eos_token")})
-    ends |= {index for index, token in tokens if token in own}  # the engine also stops at the tokenizer's own
-    if len(ends) > MOST_STOP_TOKENS:
-        raise ConfigError(
-            f"model directory {directory} names {len(ends)} tokens that end a response ({EOS}, eos_token), and at most "
-            f"{MOST_STOP_TOKENS} are supported: remove those that end no response"
-        )
 
 
 def _load_without_its_code(directory: Path) -> None:

@@ -15,7 +15,7 @@ from specrl.data.rewards.pool import RewardPool
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator
 from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.collect import Origin, deal, make_request, open_asked
-from specrl.rollout.engine import Engine
+from specrl.rollout.engine import Engine, StoredText
 from specrl.timeline import PREGENERATION
 
 
@@ -62,20 +62,7 @@ class Pregeneration:
 
 def store_texts(engine: Engine, prompts: Sequence[Prompt], texts: Iterable[PregeneratedText]) -> None:
     """Let the engine draft from those of the texts that answer one of the prompts, and from no others."""
-    found = by_tokens(prompts, texts)
+    tokens = {prompt.id: prompt.tokens for prompt in prompts}
     engine.set_replay(
-        {prompt: [text.tokens for text in own] for prompt, own in found.items()},
-        {prompt: [text.seed for text in own] for prompt, own in found.items()},
+        [StoredText(tokens[text.prompt_id], text.tokens, text.seed) for text in texts if text.prompt_id in tokens]
     )
-
-
-def by_tokens(
-    prompts: Sequence[Prompt], texts: Iterable[PregeneratedText]
-) -> dict[tuple[int, ...], list[PregeneratedText]]:
-    """The texts that answer these prompts, by the prompt's tokens; prompts with equal tokens share texts."""
-    tokens = {prompt.id: tuple(prompt.tokens) for prompt in prompts}
-    found: dict[tuple[int, ...], list[PregeneratedText]] = {}
-    for text in texts:
-        if text.prompt_id in tokens:
-            found.setdefault(tokens[text.prompt_id], []).append(text)
-    return found

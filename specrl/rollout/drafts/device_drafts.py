@@ -28,16 +28,18 @@ from specrl.rollout.drafts.text_index import (
 CANDIDATES = 3
 """The drafts that a request may have: stored text, recent text, and the drafter's, which text continues."""
 KINDS = NOTHING + 1
-FACTS = 4
-PROMPT, NUMBER, LIMIT, START = range(FACTS)
+NUM_FACTS = 4
+PROMPT, NUMBER, LIMIT, START = range(NUM_FACTS)
 """The columns of `Requests.facts`."""
+FACTS = "facts"
+"""The key of a request's facts in vLLM's `extra_args`."""
 
 
 class Requests(NamedTuple):
     """The state of all requests, by their slots in the runner; tensors on one device."""
 
     facts: Tensor
-    """[slots, 4] int64: the number of the prompt, see `TextIndex.find`; a number from 1 that no other request has; the
+    """[slots, 4] int64: the number of the prompt, see `number_of`; a number from 1 that no other request has; the
     length, prompt included, at which it ends at the latest; the length of its prompt."""
     lengths: Tensor
     """[slots] int32, the tokens of prompt and response together, those of this iteration included."""

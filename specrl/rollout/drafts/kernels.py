@@ -29,7 +29,7 @@ ROWS = tl.constexpr(triton.next_power_of_2(device_drafts.CANDIDATES))
 NUMBER = tl.constexpr(device_drafts.NUMBER)
 LIMIT = tl.constexpr(device_drafts.LIMIT)
 START = tl.constexpr(device_drafts.START)
-FACTS = tl.constexpr(device_drafts.FACTS)
+FACTS = tl.constexpr(device_drafts.NUM_FACTS)
 
 
 class TritonDrafts(DeviceDrafts):

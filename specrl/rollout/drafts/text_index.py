@@ -45,7 +45,7 @@ class Text(NamedTuple):
 
     tokens: Sequence[int] | NDArray[np.int32]
     prompt: int = ANY_PROMPT
-    """The number of the prompt whose responses may follow it, at least 0; or any prompt's."""
+    """The number of the prompt whose responses may follow it, or any prompt's."""
 
 
 class Found(NamedTuple):
@@ -55,6 +55,11 @@ class Found(NamedTuple):
     """[requests, texts] int64, where in `TextIndex.tokens` the text continues; an `END` if there is none."""
     kinds: Tensor
     """[requests, texts] int64; `NOTHING` where there is none."""
+
+
+def number_of(prompt_tokens: Sequence[int]) -> int:
+    """A prompt's number, at least 0: a hash, which like that of a key may collide."""
+    return hash(tuple(prompt_tokens)) & 2**62 - 1
 
 
 class TextIndex:
@@ -92,7 +97,7 @@ class TextIndex:
 
         Args:
             last: [requests, LONGEST] int64, the last tokens of each response, latest first; `END` beyond its start.
-            prompts: [requests] int64, the number of each prompt; below `ANY_PROMPT` if no text is stored for it.
+            prompts: [requests] int64, the number of each prompt.
         """
         both = torch.stack((prompts, torch.full_like(prompts, ANY_PROMPT)), 1)
         wanted = self._keys(last[:, None], both)  # [requests, stored or recent, sizes]

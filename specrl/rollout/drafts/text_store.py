@@ -6,18 +6,25 @@ Siblings are a generation's finished responses to a prompt that other requests a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from specrl.rollout.drafts.text_index import ANY_PROMPT, Text, TextIndex
+from specrl.rollout.drafts.text_index import Text, TextIndex, number_of
 
-UNKNOWN_PROMPT = ANY_PROMPT - 1
-"""The number of a prompt for which nothing is stored."""
 NOTEWORTHY = 8
 """The index is rebuilt once the text it lacks is one part in this many."""
-Tokens = tuple[int, ...]
+
+
+class StoredText(NamedTuple):
+    """A response to draft from when its prompt is asked."""
+
+    prompt_tokens: Sequence[int]
+    tokens: Sequence[int]
+    seed: int | None = None
+    """The seed with which it was sampled, if known: a request with this seed reads the text ahead."""
 
 
 class TextStore:
@@ -26,52 +33,43 @@ class TextStore:
     def __init__(self, recent_tokens: int = 0) -> None:
         self.recent_tokens = recent_tokens
         """The number of tokens kept of the latest responses, and of siblings, in whole responses."""
-        self._with_text: dict[Tokens, int] = {}  # the numbers of the prompts that responses are stored for
-        self._prompts: dict[Tokens, int] = {}  # the same, and the numbers of this generation's prompts
-        self._next_number = 0  # no number is used again while an index may hold its texts
         self._stored: list[Text] = []
         self._counts: Counter[int] = Counter()  # the stored responses by prompt
         self._longest: dict[int, int] = {}  # the length of the longest stored response, by prompt
         self._own: dict[tuple[int, int], Sequence[int]] = {}  # stored responses with known seeds, by prompt and seed
         self._recent: list[Text] = []
         self._siblings: list[Text] = []
-        self._groups: Counter[Tokens] = Counter()  # the number of unfinished requests by prompt
+        self._unfinished: Counter[int] = Counter()  # the requests of this generation by prompt
         self._index: TextIndex | None = None
         self._unindexed = 0  # the number of response tokens not yet in the index
 
-    def store(
-        self, texts: Mapping[Tokens, Sequence[Sequence[int]]], seeds: Mapping[Tokens, Sequence[int]] | None = None
-    ) -> None:
+    def store(self, texts: Iterable[StoredText]) -> None:
         """Replace the stored responses; see `Engine.set_replay`."""
-        self._with_text = {prompt: number for number, prompt in enumerate(texts)}
-        self._prompts, self._next_number = dict(self._with_text), len(texts)
-        self._stored, self._siblings, self._groups, self._index, self._own = [], [], Counter(), None, {}
-        for number, (prompt, rows) in enumerate(texts.items()):
-            self._stored += [Text(np.asarray(row, np.int32), number) for row in rows]
-            if known := (seeds or {}).get(prompt):
-                self._own |= {(number, seed): row for seed, row in reversed([*zip(known, rows, strict=True)])}
+        self._stored, self._longest, self._own, self._index = [], {}, {}, None
+        for text in texts:
+            number = number_of(text.prompt_tokens)
+            self._stored.append(Text(np.asarray(text.tokens, np.int32), number))
+            self._longest[number] = max(len(text.tokens), self._longest.get(number, 0))
+            if text.seed is not None:
+                self._own.setdefault((number, text.seed), text.tokens)
         self._counts = Counter(text.prompt for text in self._stored)
-        self._longest = {number: max(map(len, rows)) for number, rows in enumerate(texts.values()) if rows}
 
     def begin(self, prompts: Iterable[Sequence[int]] = ()) -> None:
         """Begin a generation that answers these prompts, one for each request, and remembers its responses."""
-        counts = Counter(map(tuple, prompts)) if self.recent_tokens else {}
-        self._groups = Counter({prompt: count for prompt, count in counts.items() if count > 1})
-        self._prompts, self._siblings = dict(self._with_text), []
-        for prompt in self._groups.keys() - self._prompts.keys():
-            self._prompts[prompt], self._next_number = self._next_number, self._next_number + 1
+        self._unfinished = Counter(map(number_of, prompts))
+        if self._siblings:
+            self._siblings, self._index = [], None
 
     def remember(self, response: Sequence[int], prompt_tokens: Sequence[int] = ()) -> None:
         """Add a response to draft from in the next generation and, for its siblings, in this one."""
         if not self.recent_tokens:
             return
-        tokens, prompt = np.asarray(response, np.int32), tuple(prompt_tokens)
+        tokens, prompt = np.asarray(response, np.int32), number_of(prompt_tokens)
         self._recent.append(Text(tokens))
         self._unindexed += len(response)
-        if prompt in self._groups:
-            self._groups[prompt] -= 1
-            if self._groups[prompt]:
-                self._siblings.append(Text(tokens, self._prompts[prompt]))
+        if self._unfinished[prompt] > 1:  # siblings are still running
+            self._unfinished[prompt] -= 1
+            self._siblings.append(Text(tokens, prompt))
 
     @property
     def has_siblings(self) -> bool:
@@ -82,22 +80,18 @@ class TextStore:
         """Drop all remembered responses."""
         self._recent, self._index = [], None
 
-    def number_of(self, prompt_tokens: Sequence[int]) -> int:
-        """The prompt's number, under which its texts are indexed, or `UNKNOWN_PROMPT`."""
-        return self._prompts.get(tuple(prompt_tokens), UNKNOWN_PROMPT) if self._prompts else UNKNOWN_PROMPT
-
     def stored(self, prompt_tokens: Sequence[int], seed: int) -> tuple[int, int]:
         """The number of stored responses to the prompt, and of tokens in the one with this seed."""
-        number = self.number_of(prompt_tokens)
+        number = number_of(prompt_tokens)
         return self._counts[number], len(self._own.get((number, seed), ()))
 
     def longest(self, prompt_tokens: Sequence[int]) -> int | None:
         """The length of the longest stored response to the prompt; None if there is none."""
-        return self._longest.get(self.number_of(prompt_tokens))
+        return self._longest.get(number_of(prompt_tokens))
 
     def own(self, prompt_tokens: Sequence[int], seed: int) -> list[int]:
         """The stored response to the prompt with this seed; of several, the first."""
-        return list(map(int, self._own.get((self.number_of(prompt_tokens), seed), ())))
+        return list(map(int, self._own.get((number_of(prompt_tokens), seed), ())))
 
     def index(self, device: torch.device | str) -> TextIndex:
         """An index of all texts, the latest responses before older ones; some of the latest may be missing."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -23,6 +22,8 @@ from specrl.schemas import read_rollouts
 from specrl.training.checkpoint.files import HostCopy
 from specrl.training.drafter.trainer import Drafter
 
+DRAFTER_RELOADS, SPECULATING = "refit/drafter_reloads", "refit/speculating"
+ACCEPTANCE_LENGTH = "refit/probe_acceptance_length"
 NUM_PROMPTS, RESPONSES, PROBE_TOKENS = 8, 2, 14
 """The prompts of the probe, the responses to each, and the longest response in tokens."""
 
@@ -58,27 +59,6 @@ class AcceptanceWatch:
         self.running = tuple(running + self.SMOOTHING * (rate - running) for rate, running in known) + rest
 
 
-@dataclass(frozen=True)
-class GuardReport:
-    """The state of the drafter after a check."""
-
-    reloaded: bool
-    """Whether the drafter had collapsed and its last good version was loaded again, with success."""
-    speculating: bool
-    """Whether the engine still drafts."""
-    acceptance_length: float | None
-    """The acceptance length on the probe, after any repair; 1 where nothing is drafted, None without a probe."""
-    failures: int = 0
-    """How many drafters were found wrong: 1 if that of the refit was, 2 if the last good one was, too."""
-
-    def metrics(self) -> dict[str, float]:
-        """The state under its names in MLflow."""
-        found = {"refit/drafter_reloads": float(self.reloaded), "refit/speculating": float(self.speculating)}
-        if self.acceptance_length is not None:
-            found["refit/probe_acceptance_length"] = self.acceptance_length
-        return found
-
-
 class DrafterGuard:
     """Keeps the last version of the drafter that passed a probe, in host memory."""
 
@@ -97,49 +77,54 @@ class DrafterGuard:
         self._stats = SpeculationStats()
         self._events: list[str] = []
 
-    def check(self, version: int, *, probe: bool = True) -> GuardReport:
-        """Compare the drafter's tensors after a refit, probe it if asked to, replace it if it is wrong (collective)."""
-        if self._drafter is None or not self._engine.speculates:
-            return GuardReport(reloaded=False, speculating=self._engine.speculates, acceptance_length=1.0)
-        self._probed, self._loaded = False, self._drafter.changes
-        if self._copied < 0:  # before the first copy there is only this drafter to return to
-            self._keep()
-        fault = self._of_any_rank(self._verify)
-        if fault is None and not probe:
-            return GuardReport(reloaded=False, speculating=True, acceptance_length=None)
-        return self._settle(fault or self._probe_fault(version), version)
+    def check(self, version: int, *, probe: bool = True) -> dict[str, float]:
+        """Compare the drafter's tensors after a refit, probe it if asked to, replace it if it is wrong (collective).
 
-    def confirm(self, version: int) -> int:
-        """Probe the drafter before a checkpoint not foreseen at its refit; return the failures (collective)."""
-        if self._drafter is None or not self._engine.speculates or self._probed:
-            return 0
-        return self._settle(self._probe_fault(version), version).failures
+        Returns the drafter's state after that, under its names in MLflow.
+        """
+        reloaded = False
+        if self._drafter is not None and self._engine.speculates:
+            self._probed, self._loaded = False, self._drafter.changes
+            if self._copied < 0:  # before the first copy there is only this drafter to return to
+                self._keep()
+            fault = self._of_any_rank(self._verify)
+            if fault is None and not probe:
+                return {DRAFTER_RELOADS: 0.0, SPECULATING: 1.0}
+            reloaded = self._settle(fault or self._probe_fault(version), version)
+        speculates = self._engine.speculates
+        length = self._stats.acceptance_length if speculates else 1.0
+        return {DRAFTER_RELOADS: float(reloaded), SPECULATING: float(speculates), ACCEPTANCE_LENGTH: length}
+
+    def confirm(self, version: int) -> None:
+        """Probe the drafter before a checkpoint not foreseen at its refit (collective)."""
+        if self._drafter is not None and self._engine.speculates and not self._probed:
+            self._settle(self._probe_fault(version), version)
 
     def take_events(self) -> list[str]:
         """The collapses since the last call, and what was done about each."""
         events, self._events = self._events, []
         return events
 
-    def _settle(self, fault: str | None, version: int) -> GuardReport:
+    def _settle(self, fault: str | None, version: int) -> bool:
+        """Whether the drafter had collapsed, and its last good version was loaded again with success."""
         assert self._drafter is not None
-        self._probed, failures = True, 0
-        if fault is not None:
-            failures, event = 1, f"drafter collapse after refit {version}: {fault}"
-            self._reload()
-            # With wrong tensors no rank probes: the ranks of one engine generate together or not at all.
-            fault = self._of_any_rank(self._verify) or self._probe_fault(version)
-            if fault is None:
-                self._events.append(f"{event}; reloaded its last good version")
-            else:
-                failures = 2
-                self._engine.stop_speculating()
-                off = "speculation is off until the stage starts anew"
-                self._events.append(f"{event}; its last good version did not help: {fault}; {off}")
-        # The ranks' drafters trained in idle time are on no engine, were not probed, and differ from each other.
-        elif self._drafter.changes == self._loaded:
-            self._keep()
-        speculating = self._engine.speculates
-        return GuardReport(failures == 1, speculating, self._stats.acceptance_length if speculating else 1.0, failures)
+        self._probed = True
+        if fault is None:
+            # The ranks' drafters trained in idle time are on no engine, were not probed, and differ from each other.
+            if self._drafter.changes == self._loaded:
+                self._keep()
+            return False
+        event = f"drafter collapse after refit {version}: {fault}"
+        self._reload()
+        # With wrong tensors no rank probes: the ranks of one engine generate together or not at all.
+        fault = self._of_any_rank(self._verify) or self._probe_fault(version)
+        if fault is None:
+            self._events.append(f"{event}; reloaded its last good version")
+            return True
+        self._engine.stop_speculating()
+        off = "speculation is off until the stage starts anew"
+        self._events.append(f"{event}; its last good version did not help: {fault}; {off}")
+        return False
 
     def _of_any_rank(self, check: Callable[[], None]) -> str | None:
         found = None
@@ -160,7 +145,7 @@ class DrafterGuard:
         engine = self._engine
         # All drafts must be the drafter's, but stored text may belong to a prompt of the probe.
         if engine.replays:
-            engine.set_replay({})
+            engine.set_replay([])
         chosen = engine.k
         engine.set_k(engine.longest_k)
         engine.reset_prefix_cache()

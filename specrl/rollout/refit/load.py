@@ -49,11 +49,10 @@ class Refit:
         """
         self.engine.wake()
         self._on_all_ranks(lambda: self._send(kv_scales))
-        parity = self._on_all_ranks(lambda: self.probe.check(self.engine, self.policy))
-        guard = self.guard.check(version, probe=probe or not self.num_loads)
+        differences = self._on_all_ranks(lambda: self.probe.check(self.engine, self.policy))
+        state = self.guard.check(version, probe=probe or not self.num_loads)
         self.num_loads += 1
-        differences = {"refit/max_abs_logprob_diff": parity.maximum, "refit/mean_abs_logprob_diff": parity.mean}
-        return {**differences, **guard.metrics()}
+        return differences | state
 
     def _send(self, kv_scales: KvScales | None) -> None:
         engine, expected = self.engine, None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +24,25 @@ DECIDED = 0.75
 """The share of tokens that must be nearer to one of two policies for that to be the engine's; 0.5 is chance."""
 
 
-@dataclass(frozen=True)
-class ParityReport:
-    """The mean and the maximum of |log-prob(engine) - log-prob(trainer)| over the tokens of a probe, in nats."""
-
-    mean: float
-    maximum: float
-    num_tokens: int
-
-
 def check_policy(
     engine_logprobs: Sequence[Sequence[float]], trainer_logprobs: Sequence[Sequence[float]], tolerance: float
-) -> ParityReport:
-    """Compare log-probs of the same sequences; the mean absolute difference must stay within `tolerance` nats."""
+) -> dict[str, float]:
+    """Compare log-probs of the same sequences; the mean absolute difference must stay within `tolerance` nats.
+
+    Returns the mean and the maximum, under their names in MLflow.
+    """
     assert list(map(len, engine_logprobs)) == list(map(len, trainer_logprobs)), "not of the same sequences"
     assert any(engine_logprobs), "no tokens"
     differences = np.abs(np.concatenate(engine_logprobs) - np.concatenate(trainer_logprobs))
     differences[~np.isfinite(differences)] = np.inf
-    report = ParityReport(float(differences.mean()), float(differences.max()), len(differences))
-    if not report.mean <= tolerance:
+    mean, maximum = float(differences.mean()), float(differences.max())
+    if not mean <= tolerance:
         raise PolicyParityError(
-            f"engine and trainer disagree after the refit: mean |difference| of log-probs {report.mean:.4f} nats, "
-            f"maximum {report.maximum:.4f}, over {report.num_tokens} tokens; the mean may be at most {tolerance:g} "
+            f"engine and trainer disagree after the refit: mean |difference| of log-probs {mean:.4f} nats, maximum "
+            f"{maximum:.4f}, over {len(differences)} tokens; the mean may be at most {tolerance:g} "
             "(engine.parity_tolerance, and what the calibration of FP8 allows where precisions differ)"
         )
-    return report
+    return {"refit/mean_abs_logprob_diff": mean, "refit/max_abs_logprob_diff": maximum}
 
 
 def check_moved_on(
@@ -102,8 +95,8 @@ class RefitProbe:
         self._earlier: list[list[float]] | None = None
         """The trainer's log-probs under the last policy that the engine was shown to hold, at first any."""
 
-    def check(self, engine: Engine, policy: Policy) -> ParityReport:
-        """Compare the log-probs of engine and trainer (collective).
+    def check(self, engine: Engine, policy: Policy) -> dict[str, float]:
+        """Compare the log-probs of engine and trainer; return what `check_policy` does (collective).
 
         Raises:
             PolicyParityError: They differ on average by more than `engine.parity_tolerance` and `expected_difference`
@@ -114,10 +107,10 @@ class RefitProbe:
             # Ranks that share a policy must route a token to the same experts, but their engines may choose others.
             routes = policy.ranks.gather(routes if policy.ranks.is_first else [])[0]
         trainer = self._trainer_logprobs(policy, routes)
-        report = check_policy(found, trainer, self._tolerance)
+        differences = check_policy(found, trainer, self._tolerance)
         if self._earlier is None or check_moved_on(found, trainer, self._earlier):
             self._earlier = trainer
-        return report
+        return differences
 
     def _trainer_logprobs(self, policy: Policy, routes: list[NDArray[Any] | None]) -> list[list[float]]:
         given = zip(self._sequences, routes, strict=True)

@@ -80,7 +80,8 @@ def verify(picked: Tensor, drafts: Tensor, starts: Tensor, stop_tokens: Tensor, 
     requests = len(limits)
     found = Verified(picked.new_empty(requests, width), picked.new_empty(requests, dtype=torch.int32))
     if requests:
-        shape = width, triton.next_power_of_2(width), stop_tokens.shape[1], triton.next_power_of_2(stop_tokens.shape[1])
+        num_stops = len(stop_tokens)
+        shape = width, triton.next_power_of_2(width), num_stops, triton.next_power_of_2(max(num_stops, 1))
         accept[(requests,)](picked, drafts, starts, stop_tokens, limits, *found, *shape, num_warps=1)
     return found
 
@@ -106,7 +107,7 @@ def accept(
     column, stop = tl.arange(0, all_columns), tl.arange(0, all_stops)
     token = tl.load(picked + first + column, mask=column < count, other=-1)
     draft = tl.load(drafts + first + column + 1, mask=column + 1 < count, other=-1)
-    stops = tl.load(stop_tokens + request * num_stops + stop, mask=stop < num_stops, other=-1)
+    stops = tl.load(stop_tokens + stop, mask=stop < num_stops, other=-1)
     is_stop = tl.max((token[:, None] == stops[None, :]).to(tl.int32), 1) > 0
     goes_on = (column + 1 < count) & (draft == token) & ~is_stop
     found = tl.minimum(tl.min(tl.where(goes_on, all_columns, column)) + 1, tl.load(limits + request)).to(tl.int32)

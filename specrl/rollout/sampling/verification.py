@@ -36,7 +36,7 @@ def verify(picked: Tensor, drafts: Tensor, starts: Tensor, stop_tokens: Tensor, 
         picked: [rows] int64, the picked tokens.
         drafts: [rows], the token read at each row: the draft's token, or any at a request's first row.
         starts: [requests + 1], the first row of each request.
-        stop_tokens: [requests, any number] int64, -1 where there are fewer.
+        stop_tokens: [any number] int64.
         limits: [requests], at least 1: the number of tokens that a request may still get.
         width: The largest number of rows of a request.
     """
@@ -45,6 +45,6 @@ def verify(picked: Tensor, drafts: Tensor, starts: Tensor, stop_tokens: Tensor, 
     rows = (starts[:-1, None] + column).clamp(max=max(len(picked) - 1, 0))
     tokens = picked[rows]
     agrees = (column + 1 < counts) & (drafts[(rows + 1).clamp(max=max(len(picked) - 1, 0))] == tokens)
-    goes_on = agrees & ~(tokens[:, :, None] == stop_tokens[:, None]).any(-1)
+    goes_on = agrees & ~(tokens[:, :, None] == stop_tokens).any(-1)
     found = torch.minimum(1 + goes_on.long().cumprod(-1).sum(-1), limits)
     return Verified(torch.where(column < found[:, None], tokens, -1), found.int())

@@ -20,9 +20,7 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import CHUNK_SIZE, PromptLogprobsW
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, gather_draft_sampled
 
-from specrl.models.checks.config import MOST_STOP_TOKENS
-from specrl.rollout.drafts.device_drafts import LIMIT
-from specrl.rollout.requests import PROMPT_LENGTH
+from specrl.rollout.drafts.device_drafts import FACTS, LIMIT, NUM_FACTS
 from specrl.rollout.sampling.gumbel import Picked, logprobs_of, pick
 from specrl.rollout.sampling.verification import Sampling, Verified, verify
 
@@ -54,21 +52,18 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
             from specrl.rollout.sampling import kernels
 
             self.sampling = Sampling(kernels.pick, kernels.verify)
-        self.stop_tokens = UvaBackedTensor((arguments["max_num_reqs"], MOST_STOP_TOKENS), torch.int64)
+        self.req_states.facts = UvaBackedTensor((arguments["max_num_reqs"], NUM_FACTS), torch.int64)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
-        """Store what drafting and verification need to know about a request."""
+        """Store a request's `Requests.facts`; those of vLLM's own requests end at the end of the context."""
         super().add_request(req_idx, sampling_params)
-        self.req_states.describe((sampling_params.extra_args or {}).get(PROMPT_LENGTH))
-        stops = list(sampling_params.stop_token_ids or ())
-        if len(stops) > MOST_STOP_TOKENS:
-            raise ValueError(f"stop_token_ids has {len(stops)} tokens; at most {MOST_STOP_TOKENS} are allowed")
-        self.stop_tokens.np[req_idx] = stops + [-1] * (MOST_STOP_TOKENS - len(stops))
+        unknown = 0, 0, self.req_states.max_model_len, 0
+        self.req_states.facts.np[req_idx] = (sampling_params.extra_args or {}).get(FACTS, unknown)
 
     def apply_staged_writes(self) -> None:
         """Send what `add_request` stored to the device."""
         super().apply_staged_writes()
-        self.stop_tokens.copy_to_uva()
+        self.req_states.facts.copy_to_uva()
 
     def __call__(self, logits: Tensor, input_batch: InputBatch) -> SamplerOutput:
         """Pick the next token of each request; drafts are left to `InvariantVerifier`."""
@@ -144,11 +139,10 @@ class InvariantVerifier(RejectionSampler):  # type: ignore[misc]
         )
         picked = self.sampler.pick(logits, requests, positions)
         places, starts = input_batch.idx_mapping, input_batch.cu_num_logits
-        stops, limits = self.sampler.stop_tokens.gpu[places], self.sampler.remaining(places)
+        made, limits = self.sampler.req_states.drafts, self.sampler.remaining(places)
         width = self.num_speculative_steps + 1
-        verified = self.sampler.sampling.verify(picked.tokens, drafts, starts, stops, limits, width)
+        verified = self.sampler.sampling.verify(picked.tokens, drafts, starts, made.stop_tokens, limits, width)
         # The last token of a response is never drafted: verification itself adds it.
-        made = self.sampler.req_states.drafts
         lengths = torch.minimum(made.lengths[places], torch.minimum(starts.diff(), limits) - 1)
         leaving = (made.sources[places] * DRAFT_BASE + lengths).masked_fill_(lengths <= 0, 0)
         return self.sampler.output(input_batch, picked, verified, leaving)

@@ -90,12 +90,6 @@ REPLACEMENTS = (
         on_cpus=True,
     ),
     Replacement(
-        f"{RUNNER}.model_runner.RequestState",
-        f"{SPECULATOR}.KnownRequests",
-        "drafts from text need the prompt and the end of each request, and vLLM tells speculators neither",
-        "tests/exactness/test_text_speculator.py::test_text_changes_no_token_and_is_compared",
-    ),
-    Replacement(
         f"{RUNNER}.model_runner.init_speculator",
         f"{SPECULATOR}.init_speculator",
         "vLLM drafts with one speculator, none of which drafts from stored text",

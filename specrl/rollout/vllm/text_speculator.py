@@ -1,87 +1,42 @@
 """Drafts from text on vLLM's second model runner, with or without one of vLLM's own speculators beside it.
 
-`init_speculator` replaces the runner's function of that name, and `KnownRequests` its `RequestState`; see
-`replacements`. The runner keeps the object of vLLM's class that it knows how to load, capture and refit; its `propose`
-becomes that of a `TextSpeculator`, which is its attribute `text`. `additional_config["drafter_k"]` is the maximum
-number of passes of vLLM's own speculator; 0 with the method `ngram_gpu` means text alone.
+`init_speculator` replaces the runner's function of that name; see `replacements`. The runner keeps the object of vLLM's
+class that it knows how to load, capture and refit; its `propose` becomes that of a `TextSpeculator`, which is its
+attribute `text`. `additional_config["drafter_k"]` is the maximum number of passes of vLLM's own speculator; 0 with the
+method `ngram_gpu` means text alone.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from itertools import count
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu import spec_decode
-from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
-from vllm.v1.worker.gpu.states import RequestState
 
-from specrl.rollout.drafts.device_drafts import FACTS, Batch, DeviceDrafts, Requests
+from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import END
-from specrl.rollout.drafts.text_store import TextStore
 
 _PROPOSE = inspect.signature(BaseSpeculator.propose)
-
-
-class KnownRequests(RequestState):  # type: ignore[misc]
-    """The runner's requests, each with its prompt's number, its own number, and its length limit."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.texts = TextStore()
-        self._numbers = count(1)
-        self.facts = UvaBackedTensor((self.max_num_reqs, FACTS), torch.int64)
-        self.drafts: DeviceDrafts
-        """Holds the source and length of each request's next draft; see `TextSpeculator`."""
-
-    def add_request(
-        self, req_id: str, prompt_len: int, all_token_ids: list[int], num_computed_tokens: int, max_tokens: int
-    ) -> None:
-        """Add a new or preempted request."""
-        super().add_request(req_id, prompt_len, all_token_ids, num_computed_tokens, max_tokens)
-        limit = min(prompt_len + max_tokens, self.max_model_len)
-        self._added = self.req_id_to_index[req_id], all_token_ids, limit
-
-    def describe(self, prompt_length: int | None) -> None:
-        """Record which texts belong to the request added last; `InvariantSampler` calls this."""
-        slot, tokens, limit = self._added
-        start = len(tokens) if prompt_length is None else prompt_length
-        self.facts.np[slot] = self.texts.number_of(tokens[:start]), next(self._numbers), limit, start
-
-    def apply_staged_writes(self) -> None:
-        """Send what `describe` recorded to the device."""
-        super().apply_staged_writes()
-        self.facts.copy_to_uva()
 
 
 class TextSpeculator:
     """Drafts from text where that is expected to yield more tokens than vLLM's speculator."""
 
-    def __init__(self, speculator: Any, requests: KnownRequests, drafter_k: int, device: torch.device) -> None:
+    def __init__(self, speculator: Any, requests: Any, drafter_k: int, device: torch.device) -> None:
+        """Draft for the `requests`, the runner's `RequestState`, whose attribute `drafts` verification reads."""
         self.drafter_k = drafter_k
         """The drafter's maximum number of passes. With 0 a model still reads all tokens, so that it can draft later."""
         k = speculator.num_speculative_steps
         self.drafts = requests.drafts = drafts_on(device, requests.max_num_reqs, k)
         self.drafts.has_drafter = drafter_k > 0
         self._requests, self._speculator, self._propose = requests, speculator, speculator.propose
-        self.texts = requests.texts
-        """The texts to draft from; changes take effect at the next `begin`."""
-
-    def begin(self, stop_tokens: Sequence[int]) -> None:
-        """Begin a generation whose responses end with any of these tokens, with all counters at zero."""
-        self.refresh()
-        self.drafts.begin(stop_tokens)
-
-    def refresh(self) -> None:
-        """Draft from the current texts, as far as they are indexed."""
-        self.drafts.index = self.texts.index(self.drafts.device)
 
     @torch.inference_mode()
     def propose(self, *arguments: Any, **options: Any) -> Tensor:
@@ -135,7 +90,7 @@ def drafts_on(device: torch.device, num_slots: int, k: int) -> DeviceDrafts:
     return TritonDrafts(num_slots, k, device)
 
 
-def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: KnownRequests) -> Any:
+def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
     """Create vLLM's speculator, with its `propose` replaced by a `TextSpeculator`'s."""
     speculator = spec_decode.init_speculator(vllm_config, device, req_states)
     drafter_k = vllm_config.additional_config.get("drafter_k", speculator.num_speculative_steps)

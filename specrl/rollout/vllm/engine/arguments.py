@@ -18,7 +18,7 @@ from specrl.models.drafters import has_window
 from specrl.models.hf_io import TensorReader
 from specrl.models.mtp_modules import MTP_LAYERS
 from specrl.rollout.drafts.cost_model import possible_lengths
-from specrl.rollout.requests import PROMPT_LENGTH, Request
+from specrl.rollout.requests import Request
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.training.drafter.io import check_offsets
 
@@ -209,7 +209,6 @@ def generation_params(request: Request, max_length: int, stop_tokens: list[int])
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={PROMPT_LENGTH: len(request.prompt_tokens)},
     )
 
 

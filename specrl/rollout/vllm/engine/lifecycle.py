@@ -19,6 +19,8 @@ from torch import nn
 from specrl.models.directory import HEAD
 from specrl.precision.native import FIRST_OF_POWERS
 from specrl.processes import importing
+from specrl.rollout.drafts.device_drafts import FACTS
+from specrl.rollout.drafts.text_index import number_of
 from specrl.rollout.errors import RefitError
 from specrl.rollout.vllm import replacements
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT, FIRST_INVARIANT_CAPABILITY, OF_THE_USER
@@ -128,7 +130,10 @@ class VllmEngine:
         request.name = str(self._num_requests)
         request.forget_routes()  # vLLM returns them from the first token on
         self._num_requests += 1
-        prompt = {"prompt_token_ids": prompt_tokens + request.tokens}
+        tokens = prompt_tokens + request.tokens
+        facts = number_of(prompt_tokens), self._num_requests, len(tokens) + params.max_tokens, len(prompt_tokens)
+        params.extra_args = {FACTS: facts}
+        prompt = {"prompt_token_ids": tokens}
         asked = self.llm.input_processor.process_inputs(request.name, prompt, params, self.llm.get_supported_tasks())
         self.llm.engine_core.add_request(asked)
         self._running[request.name] = request
