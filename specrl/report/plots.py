@@ -63,7 +63,6 @@ def line_chart(
 
     Points are (x, y), or (x, y, low, high) to draw a band from low to high behind the line.
     """
-    marks = marks or {}
 
     def paint(axes: Any) -> None:
         for index, (name, points) in enumerate(series.items()):
@@ -72,13 +71,14 @@ def line_chart(
             if band:
                 axes.fill_between(x, *band, color=colour, alpha=0.15, linewidth=0)
             axes.plot(x, y, label=name, color=colour, marker=marker)
-        for index, (place, words) in enumerate(marks.items()):
+        for index, (place, words) in enumerate((marks or {}).items()):
             axes.axvline(place, color="#888888", linestyle=MARK_STYLES[index % len(MARK_STYLES)], label=words)
-        axes.set(xlabel=x_label, ylabel=y_label, ylim=(min(0.0, axes.dataLim.y0), None))
-        whole = all(point[0] == int(point[0]) for points in series.values() for point in points)
+        low, whole = min(0.0, axes.dataLim.y0), all(x == int(x) for points in series.values() for x, *_ in points)
+        high = low + 1.05 * span if (span := axes.dataLim.y1 - low) > 0 else None
+        axes.set(xlabel=x_label, ylabel=y_label, ylim=(low, high))
         axes.xaxis.get_major_locator().set_params(integer=whole, min_n_ticks=1)
 
-    return draw(paint, [*filter(None, series), *marks.values()])
+    return draw(paint, [*filter(None, series), *(marks or {}).values()])
 
 
 def histogram(values: Sequence[float], bins: int, x_label: str, y_label: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from io import StringIO
 from pathlib import Path
@@ -34,6 +35,7 @@ from specrl.config import STAGES, dump_config, parse_config
 from specrl.events import record_event
 from specrl.lifetime.segments import add_to_segment, begin_segment
 from specrl.report.html import read_columns, write_report
+from specrl.report.plots import line_chart
 from specrl.report.results import find_stages, read_config
 from specrl.report.summary import describe, render_summary, write_summary
 from specrl.schemas import Rollout, rollout_path, write_rollouts
@@ -395,3 +397,9 @@ def test_the_page_draws_rollouts_and_results_and_needs_nothing_else(tmp_path: Pa
     assert '<td>train</td><td class="number">2</td><td>settings</td>' in page
     assert '<td>train</td><td class="number"></td><td>restart</td>' in page
     assert "<pre>" not in page and "vllm serve" in page
+
+
+@pytest.mark.parametrize("value", [0.7, 0.0, -2.0])
+def test_a_chart_of_one_point_has_one_whole_tick(value: float) -> None:
+    [x, label, *ticks, y] = re.findall(r"<text[^>]*>([^<]*)</text>", line_chart({"": [(1, value)]}, "batch", "speed"))
+    assert (x, label, y) == ("1", "batch", "speed") and len(ticks) > 3
