@@ -110,7 +110,7 @@ def config_of(
     data = asked.settings
     data["train"] |= {"num_steps": steps + 1, "checkpoint_every": steps + 1, "keep_checkpoints": 1}
     data["train"] |= {"best_metric": None, "final": "last", "stop_when": None}
-    data["validate"] |= {"every": validate_every or steps, "sets": {}}
+    data["validate"]["every"] = validate_every or steps
     if asked.resources_of("train").gpus_per_rank:
         data["engine"]["gpu_memory_fraction"] /= sharers
     made = parse_config(data)

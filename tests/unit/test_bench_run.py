@@ -219,6 +219,8 @@ def test_a_cell_is_the_runs_configuration_with_its_changes_and_without_checkpoin
     assert made.train.num_steps == made.train.checkpoint_every == 5  # one is never taken: it would write a checkpoint
     assert made.validate_.every == 4
     assert config_of(run, Cell("x", ()), 9, 3).validate_.every == 3
+    own = change_config(run, ["validate.sets={mine={num_prompts=250, samples_per_prompt=8}}"])
+    assert config_of(own, Cell("x", ()), 4, 0).validate_.sets == own.validate_.sets
     for every in (4, 10):  # with 10 only the policy before training would be measured, and called the final one
         with pytest.raises(ConfigError, match=f"--validate-every {every} with 9 steps"):
             config_of(run, Cell("x", ()), 9, every)
