@@ -168,8 +168,9 @@ def _penalise_rewards(policy: Policy, rollouts: RolloutBatch, config: Config) ->
     reference = _reference_logprobs(policy, [_micro_batches(policy, own, shares.own(0), config)], config)
     found: dict[int, float] = {}
     for number, row in reference.items() if shares.reports else ():
-        both = (torch.tensor(values, dtype=torch.float64) for values in (own[number].generation_logprobs, row))
-        found[number] = float(kl_estimates(*both, config.train.kl_estimator).sum())
+        sampled = own[number].generation_logprobs
+        logprobs, others = (torch.tensor(values, dtype=torch.float64) for values in (sampled, row))
+        found[number] = float(kl_estimates(logprobs, others, config.train.kl_estimator).sum())
     for sums in policy.ranks.gather(found):
         rollouts.kl[list(sums)] = list(sums.values())
     rollouts.assign_advantages(config)
