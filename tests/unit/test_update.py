@@ -307,11 +307,12 @@ def test_a_penalty_in_the_reward_is_in_the_advantages(ranks: Ranks, model_dir: P
     assert rollouts.rewards.tolist() == [*SIGNAL, *FLAT]
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "reinforce++", "rloo"])
+@pytest.mark.parametrize("advantage", ["grpo", "reinforce++", "rloo", "gdpo"])
 def test_no_penalty_is_divided_by_the_deviation_of_equal_rewards(advantage: str) -> None:
     """Mutation: advantages of rewards minus penalties, which makes rounding as large as a reward."""
     train = {"kl_coef": 0.1, "kl_in": "reward", "advantage": advantage}
-    config = parse_config({"name": "rounding", "train": train})
+    parts = [{"name": "task"}, {"name": "length", "parameters": {"target": 9}}]
+    config = parse_config({"name": "rounding", "train": train, "data": {"reward": parts}})
     batch = scored([FLAT, SIGNAL], config)
     of_rewards = batch.advantages.copy()
     batch.kl[:] = [1e-3, 0, 2e-3, 3.0, 0, 0]
