@@ -15,7 +15,7 @@ class EarlyStop:
     """Watches the metric of `train.stop_when`; without one it never stops. `restore` and `observe` are collective."""
 
     def __init__(self, condition: StopConfig | None, ranks: Ranks, begun: int = 0) -> None:
-        """`begun` is the step at which this training began, or went on as asked although it might have ended."""
+        """`begun` is the step at which training went on with other settings, which may measure something else."""
         self._condition, self._ranks, self._begun = condition, ranks, begun
         self.metric = condition.metric if condition is not None else None
         self._values: list[tuple[int, float]] = []
@@ -35,10 +35,10 @@ class EarlyStop:
         if self._condition is None:
             return
         value = self._ranks.gather(metrics.get(self._condition.metric))[0]
-        if value is None or step < self._begun:
+        if value is None or (self._begun and step <= self._begun):
             return
         self._values.append((step, value))
-        if self.reason is None and step > self._begun:
+        if self.reason is None and step:
             self.reason = stop_reason(self._condition, self._values)
 
 

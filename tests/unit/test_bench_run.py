@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from specrl.artifacts import write_scores
 from specrl.bench.cells import Cell, config_of, parse_cells, speedups
 from specrl.bench.job import BenchJob
 from specrl.bench.options import RunOptions
+from specrl.bench.run import rank
 from specrl.bench.run.main import check_memory, fitting
 from specrl.bench.run.page import by_batch, with_idle_time, write_run_page
 from specrl.bench.run.results import Results
@@ -233,6 +238,38 @@ def test_a_cell_is_the_runs_configuration_with_its_changes_and_without_checkpoin
     ):
         with pytest.raises(ConfigError, match=words):
             config_of(run, Cell("x", (change,)), 4, 0)
+
+
+class Parent:
+    """Asks for no step."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = [1, "context.json"]
+
+    def recv(self) -> Any:
+        if not self.said:
+            raise EOFError
+        return self.said.pop(0)
+
+    def send(self, _: object) -> None:
+        pass
+
+
+def test_a_rank_keeps_no_best_policy_whose_checkpoint_would_count_as_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = config_of(Config(name="r"), Cell("x", ()), 4, 0)
+    trainer: Any = SimpleNamespace(validation=SimpleNamespace(best_metric=made.best_metric))
+    trainer.restore, trainer.refit_engine, trainer.shutdown = lambda: 0, lambda version: None, lambda: None
+    stage: Any = SimpleNamespace(build=lambda *_: trainer)
+    monkeypatch.setitem(sys.modules, "specrl.stages.train", stage)
+    monkeypatch.setattr("specrl.stages.train", stage, raising=False)
+    monkeypatch.setattr(rank.StageContext, "load", lambda _: SimpleNamespace(stage_dir=Path()))
+    for name in ("end_with_parent", "join", "leave"):
+        monkeypatch.setattr(rank, name, lambda *_: None)
+    monkeypatch.setattr(rank, "Progress", lambda *_, **__: nullcontext())
+    parent: Any = Parent()
+    assert trainer.validation.best_metric is not None
+    rank.main(parent)
+    assert trainer.validation.best_metric is None
 
 
 def test_a_preset_of_a_cell_that_contradicts_what_set_asks_for_is_refused() -> None:

@@ -385,7 +385,7 @@ def test_a_run_that_ended_early_trains_on_when_it_is_extended(condition: dict[st
     ended.restore(known)
     assert ended.reason is not None  # also where it is started again before all of its results are written
     extended = EarlyStop(settings, ALONE, begun=3)
-    extended.restore(known)
+    extended.restore([*known, (3, {"reward/mean": 9.0})])  # as of another reward
     assert extended.reason is None
     for step, value, ends in ((4, 0.2, False), (5, 0.4, False), (6, 0.4, False), (7, 0.46, "above" in condition)):
         extended.observe(step, {"reward/mean": value})
