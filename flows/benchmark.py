@@ -128,24 +128,20 @@ def run_here(job: BenchJob, label: str, minutes: int | None = None) -> None:
     resources = job.subject.config.resources_of("validate") if job.run_dir is not None else None
     cores, path, log = len(os.sched_getaffinity(0)), job.folder / JOB_FILE, job.folder / f"{label}.log"
     count = os.environ.get("OMP_NUM_THREADS", cores) if resources is None else min(resources.cpus_per_rank, cores)
-    own = {} if (home := own_cuda_home()) is None else {"CUDA_HOME": home}  # as in a job, for compilers of kernels
+    own = {"TOKENIZERS_PARALLELISM": "false"} | ({"CUDA_HOME": home} if (home := own_cuda_home()) is not None else {})
     environment = {**cache_folders(None), **os.environ, **own, **dict.fromkeys(THREAD_VARIABLES, str(count)), **WAITING}
-    environment["TOKENIZERS_PARALLELISM"] = "false"
     if resources is not None and not resources.gpus_per_rank:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     job.save(path)
     with log.open("wb") as errors:
         process = [sys.executable, "-m", "specrl.bench.job", str(path), str(os.getpid())]
         try:
-            done = subprocess.run(
-                process, env=environment, stderr=errors, check=False, timeout=minutes and 60 * minutes
-            )
+            limit = minutes and 60 * minutes
+            code = subprocess.run(process, env=environment, stderr=errors, check=False, timeout=limit).returncode
         except subprocess.TimeoutExpired:
             raise JobError(f"bench {job.name} took longer than {minutes} minutes; log: {log}") from None
-    if done.returncode:
-        error = (
-            last_error(log.read_text(errors="replace")) or f"it ended with code {done.returncode} and without a word"
-        )
+    if code:
+        error = last_error(log.read_text(errors="replace")) or f"it ended with code {code} and without a word"
         raise JobError(f"bench {job.name} failed: {error}; log: {log}")
 
 
