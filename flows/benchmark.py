@@ -22,11 +22,12 @@ from rich.console import Console
 from flows.folder import only_flow, write_config
 from slurm.access import restrict
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
-from slurm.environment import THREAD_VARIABLES, WAITING, present_code, snapshot_code
+from slurm.environment import THREAD_VARIABLES, WAITING, cache_folders, present_code, snapshot_code
 from slurm.failures import last_error
 from slurm.submit import backend_of
 from specrl.artifacts import RESULT_FILE, digest
 from specrl.bench.job import ENTRY, JOB_FILE, PAGE_FILE, BenchJob
+from specrl.checks.gpu import own_cuda_home
 from specrl.config import Config, ConfigError, Resources, change_config, parse_config
 from specrl.config.sbatch import asks_for_gpus
 from specrl.context import StageContext
@@ -126,17 +127,16 @@ def run_here(job: BenchJob, label: str, minutes: int | None = None) -> None:
     """Run a benchmark in a process with a rank's cores, or all devices, and wait; a JobError if it failed."""
     resources = job.subject.config.resources_of("validate") if job.run_dir is not None else None
     cores, path, log = len(os.sched_getaffinity(0)), job.folder / JOB_FILE, job.folder / f"{label}.log"
-    count = os.environ.get("OMP_NUM_THREADS", str(cores))
-    if resources is not None:
-        count = str(min(resources.cpus_per_rank, cores))
-    environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, count), **WAITING, "TOKENIZERS_PARALLELISM": "false"}
+    count = os.environ.get("OMP_NUM_THREADS", cores) if resources is None else min(resources.cpus_per_rank, cores)
+    own = {"TOKENIZERS_PARALLELISM": "false"} | ({"CUDA_HOME": home} if (home := own_cuda_home()) is not None else {})
+    environment = {**cache_folders(None), **os.environ, **own, **dict.fromkeys(THREAD_VARIABLES, str(count)), **WAITING}
     if resources is not None and not resources.gpus_per_rank:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     job.save(path)
     with log.open("wb") as errors:
         process = [sys.executable, "-m", "specrl.bench.job", str(path), str(os.getpid())]
         try:
-            limit = None if minutes is None else 60 * minutes
+            limit = minutes and 60 * minutes
             code = subprocess.run(process, env=environment, stderr=errors, check=False, timeout=limit).returncode
         except subprocess.TimeoutExpired:
             raise JobError(f"bench {job.name} took longer than {minutes} minutes; log: {log}") from None

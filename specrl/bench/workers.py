@@ -9,7 +9,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
-from specrl.checks.gpu import own_cuda_home
 from specrl.processes import LOOPBACK, free_port, start_helper
 
 
@@ -22,10 +21,9 @@ class Workers:
         self._started: dict[Connection, tuple[subprocess.Popen[bytes], str, Path]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         for rank in range(ranks):
-            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
-            names |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            names |= {"MASTER_PORT": port, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
             environment = {**os.environ, **{key: str(value) for key, value in names.items()}, "MASTER_ADDR": LOOPBACK}
-            environment |= {"CUDA_HOME": home} if (home := own_cuda_home()) is not None else {}
             log = folder / f"rank-{rank}.log"
             with log.open("w") as output:
                 process, connection = start_helper(module, environment, output, send=send)

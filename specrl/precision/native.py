@@ -68,14 +68,14 @@ def set_scales() -> None:
 
 
 def keep_in_bf16(layers: dict[str, Any], names: Collection[str]) -> None:
-    from transformer_engine.pytorch import fp8_autocast
+    from transformer_engine.pytorch import autocast
 
     for name in names:
         module = layers[name]
         forward = module.forward
 
         def in_bf16(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
-            with fp8_autocast(enabled=False):
+            with autocast(enabled=False):
                 return forward(*args, **kwargs)
 
         module.forward = in_bf16

@@ -97,7 +97,7 @@ def test_transformer_engine_computes_what_the_emulation_does(shape: tuple[int, i
     with torch.no_grad():
         linear.weight.copy_(weight)
     x.requires_grad_()
-    with te.fp8_autocast(enabled=True, fp8_recipe=Float8BlockScaling(fp8_format=Format.E4M3)):
+    with te.autocast(enabled=True, recipe=Float8BlockScaling(fp8_format=Format.E4M3)):
         found = linear(x)
     assert linear.fp8
     assert error(found.detach(), emulated(x.detach(), weight)) < PRODUCT_ERROR

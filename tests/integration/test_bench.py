@@ -198,7 +198,7 @@ def test_a_first_look_at_a_gpu_runs_on_a_cpu_too(tmp_path: Path) -> None:
     """Everything runs at small size through the same code."""
     page, path = tmp_path / "gpu.md", tmp_path / "gpu.json"
     paths = ["--runs-dir", str(tmp_path / "runs"), "--page", str(page)]
-    finish(specrl("bench", "gpu", *paths, "--short"), seconds=1200)
+    finish(specrl("bench", "gpu", *paths, "--short"), seconds=2400)
     rows = json.loads(path.read_text())
     states = {row["section"]: row["status"] for row in rows if "status" in row}
     assert set(states) == set(GPU_SECTIONS)

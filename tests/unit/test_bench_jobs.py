@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flows.benchmark import CellJob, cell_key, job_config, join_rows, make_cell
+import pytest
+
+from flows.benchmark import CellJob, cell_key, job_config, join_rows, make_cell, run_here
+from slurm.environment import CACHES
 from specrl.artifacts import write_json
 from specrl.bench.job import BenchJob
 from specrl.config import Config, Resources
@@ -91,3 +95,19 @@ def test_rows_of_all_finished_cells_are_joined_and_that_of_a_baseline_comes_once
     rows = join_rows(cells)
     assert [(row["cell"], row["n"]) for row in rows] == [("plain", 0), ("k0", 0), ("k1", 1)]
     assert row_metrics({"k": "3", "a: b": 2, "same": True}) == {"bench/a_ b": 2.0, "bench/same": 1.0}
+
+
+def test_a_benchmark_on_this_machine_has_folders_for_compiled_kernels_as_a_job_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine in FP8 asks for that of DeepGEMM. The user's choice stands."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\nenv > {tmp_path}/variables\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    monkeypatch.delenv("DG_JIT_CACHE_DIR", raising=False)
+    run_here(replace(JOB, folder=tmp_path), "job")
+    found = dict(line.split("=", 1) for line in (tmp_path / "variables").read_text().splitlines() if "=" in line)
+    assert found.keys() >= CACHES.keys() and found["TRITON_CACHE_DIR"] == "/mine"
+    assert Path(found["DG_JIT_CACHE_DIR"]).name == "deep_gemm"

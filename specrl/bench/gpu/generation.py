@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
+from specrl.bench.acceptance import accepting_at
 from specrl.bench.gpu.models import Row, Scale, bench_config, write_config, write_untrained_drafter
 from specrl.bench.stock import StockEngine, StockError
 from specrl.config import Config
@@ -22,7 +22,7 @@ from specrl.projection.simulator.engine import HARDWARE, EngineModel
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.drafts.cost_model import possible_lengths
 from specrl.rollout.engine import Engine, Generation, Request
-from specrl.rollout.sampling.verification import Sampling, Verified
+from specrl.rollout.sampling.verification import Sampling
 from specrl.rollout.vllm.engine.arguments import schedule
 
 K = 3
@@ -157,20 +157,3 @@ def _requests(count: int, scale: Scale) -> list[Request]:
     generator = random.Random(count)
     prompts = [[generator.randrange(3, scale.served.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
     return [Request(prompt, seed, scale.new_tokens, 1.0) for seed, prompt in enumerate(prompts)]
-
-
-def accepting_at(rate: float, sampler: Any, vocab_size: int) -> Sampling:
-    """Make a sampler's verification accept each next token of a draft at this rate.
-
-    All of the usual work is done, but a random prefix of every draft is treated as if the policy had picked it, so the
-    text is not the policy's.
-    """
-    generator = torch.Generator(sampler.req_states.device).manual_seed(0)
-    real: Sampling = sampler.sampling
-
-    def verify(picked: Tensor, drafts: Tensor, *others: Any) -> Verified:
-        is_right = torch.rand(len(picked), device=picked.device, generator=generator) < rate
-        following = drafts.roll(-1)  # after a request's last row, whose token no draft decides
-        return real.verify(torch.where(is_right, following, (following + 1) % vocab_size), drafts, *others)
-
-    return real._replace(verify=verify)

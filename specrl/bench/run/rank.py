@@ -24,7 +24,8 @@ def main(parent: Connection) -> None:
     Every answer but the first is the most memory, in GiB, that has been in use of this rank's GPU since; 0 on a CPU.
     """
     end_with_parent(parent.recv())
-    from specrl.stages import train  # slow; the parent may end meanwhile
+    from specrl.bench.acceptance import accepting_at  # slow; the parent may end meanwhile
+    from specrl.stages import train
 
     context, acceptance = StageContext.load(parent.recv()), parent.recv()
     ranks, used = join(), [0.0]
@@ -32,8 +33,6 @@ def main(parent: Connection) -> None:
         trainer = train.build(context, ranks, Tracker())
         trainer.validation.best_metric = None  # a checkpoint of the best policy would count as time
         if acceptance is not None:
-            from specrl.bench.gpu.generation import accepting_at
-
             sampler = trainer.engine.sampler
             sampler.sampling = accepting_at(acceptance, sampler, trainer.policy.hf_config.vocab_size)
         first_step = trainer.restore()
