@@ -326,9 +326,11 @@ class Config(Section):
             self._check_divides("engine.tensor_parallel", self.engine.tensor_parallel, stage)
         ranks = self.resources_of("train").ranks
         engines = ranks // self.engine.tensor_parallel
-        if self.train.prompts_per_step % engines:
+        responses = self.train.prompts_per_step * self.train.samples_per_prompt
+        if responses % engines:
             raise ValueError(
-                f"train.prompts_per_step = {self.train.prompts_per_step} must be a multiple of the {engines} engines "
+                f"train.prompts_per_step = {self.train.prompts_per_step} times train.samples_per_prompt = "
+                f"{self.train.samples_per_prompt} must be a multiple of the {engines} engines "
                 "(ranks / engine.tensor_parallel)"
             )
         if self.train.prompts_per_step % self.train.updates_per_step:

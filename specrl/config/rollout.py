@@ -76,7 +76,7 @@ class SpeculationConfig(Section):
     recent_tokens: Adjustable[NonNegativeInt] = 100_000
     """How many tokens of an engine's latest rollouts, to any prompt, are kept to draft from if the text stored for the
     prompt is no better, for the methods with replay; as many again of finished responses in groups that are still being
-    answered. Each token takes at most about 400 bytes of memory; 0 keeps none."""
+    answered. Each token takes up to 750 bytes of memory while texts are indexed, and 70 after that; 0 keeps none."""
     draft_model: Adjustable[UserPath | None] = None
     """The Hugging Face directory of a smaller model with the policy's vocabulary, for the methods `draft_model` and
     `draft_model+replay`."""

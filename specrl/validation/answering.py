@@ -178,7 +178,8 @@ class LastAnswers:
             yield
             return
         if name not in self._texts:
-            self._texts[name] = self._read(name)
+            # Other engines write their files meanwhile: the ranks of an engine must not read different ones.
+            self._texts[name] = self._engine.of_first(self._read(name) if self._engine.is_first else None)
         store_texts(self._engine, prompts, self._texts[name])
         try:
             yield
@@ -194,6 +195,6 @@ class LastAnswers:
             write_texts(self._folder / f"{name}-{self._rank:04d}.arrow", texts)
 
     def _read(self, name: str) -> list[PregeneratedText]:
-        # A restart may have another number of ranks, so that prompts are dealt differently.
+        # A restart may have another number of ranks, so that responses are dealt differently.
         paths = sorted(self._folder.glob(f"{name}-????.arrow"))
         return [text for path in paths for text in read_texts(path)]

@@ -1,4 +1,4 @@
-"""The rollouts of a step over all ranks: prompts are dealt, answered and scored; idle ranks use the time."""
+"""The rollouts of a step over all ranks: responses are dealt, generated and scored; idle ranks use the time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from specrl.data.rewards.pool import FailureTally, RewardPool, Scores, refuse_fa
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.coordinator import Activity, BubbleCoordinator, EngineRank, put_to_use
 from specrl.rollout.bubbles.pregeneration import Pregeneration, store_texts
-from specrl.rollout.bubbles.texts import EarlierResponses, PregeneratedText, deliver_texts
+from specrl.rollout.bubbles.texts import MOST_DELIVERED, EarlierResponses, PregeneratedText, deliver_texts
 from specrl.rollout.collect import Asked, Origin, Unscored, collect, deal, open_asked
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
-from specrl.rollout.engine import Engine, Generation
+from specrl.rollout.engine import Engine, Generation, response_seed
 from specrl.schemas import Rollout
 from specrl.timeline import GENERATION, SPOT_TRAINING, Bubble, Span, joined
 from specrl.training.rollouts import RolloutBatch
@@ -154,8 +154,15 @@ class RolloutGenerator:
         config, prompts, engines = self._config, self.source.batch(step), self._place.num_engines
         dealt = [deal(prompts, config.train.samples_per_prompt, engine, engines) for engine in range(engines)]
         readers = [{prompt.id for prompt, _ in asked} for asked in dealt]
-        earlier = self._earlier.to(prompt.id for prompt in prompts) if self._earlier is not None else []
-        self.next_texts = deliver_texts(self._ranks, [*texts, *earlier], readers, config.engine.tensor_parallel)
+        owners = {
+            response_seed(config.seed, step, prompt.id, sample): engine
+            for engine, asked in enumerate(dealt)
+            for prompt, sample in asked
+        }
+        size = config.engine.tensor_parallel
+        most, ids = MOST_DELIVERED // engines, [prompt.id for prompt in prompts]  # of each engine's own
+        earlier = self._earlier.to(ids, most) if self._earlier is not None else []
+        self.next_texts = deliver_texts(self._ranks, [*texts, *earlier], owners, readers, size)
 
     def _own_share(
         self, prompts: Sequence[Prompt], step: int

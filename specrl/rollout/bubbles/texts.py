@@ -4,8 +4,8 @@ responses of earlier epochs, which serve as drafts when their prompt is asked ag
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Iterable, Sequence
-from itertools import groupby
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,12 +34,19 @@ class PregeneratedText(NamedTuple):
 
 
 def deliver_texts(
-    ranks: Ranks, texts: Sequence[PregeneratedText], readers: Sequence[Container[int]], engine_size: int
+    ranks: Ranks,
+    texts: Sequence[PregeneratedText],
+    owners: Mapping[int, int],
+    readers: Sequence[Container[int]],
+    engine_size: int,
 ) -> list[PregeneratedText]:
-    """Send each text to the ranks of the engines that answer its prompt next (collective).
+    """Send each text to the ranks of the engine that has its seed next, or else of those that answer its prompt.
+
+    Collective.
 
     Args:
         texts: Those of this rank's engine, whose first rank sends them.
+        owners: The engine of each seed of the next step.
         readers: The ids of the prompts that each engine answers next.
         engine_size: The number of consecutive ranks that form one engine.
 
@@ -52,8 +59,12 @@ def deliver_texts(
         "seed": np.array([text.seed for text in sent], np.int64),
     }
     columns, sender = gather_columns(ranks, numbers)
-    asked, everyone = columns["prompt_id"].tolist(), range(ranks.world_size)
-    by_engine = [np.flatnonzero([prompt in answered for prompt in asked]) for answered in readers]
+    everyone, named = range(ranks.world_size), list(zip(*(columns[name].tolist() for name in numbers), strict=True))
+
+    def wants(engine: int, prompt: int, seed: int) -> bool:
+        return owners[seed] == engine if seed in owners else prompt in readers[engine]
+
+    by_engine = [np.flatnonzero([wants(engine, *text) for text in named]) for engine in range(len(readers))]
     wanted = [by_engine[rank // engine_size] for rank in everyone]
     route = Route(sender, wanted, [np.flatnonzero(sender == rank) for rank in everyone])
     tokens = deliver(ranks, {"tokens": Ragged.of([text.tokens for text in sent], np.int32)}, route)["tokens"]
@@ -76,6 +87,10 @@ MOST_TOKENS = 2**24
 """The tokens kept on each rank: 64 MiB. Prompts answered longest ago are dropped first."""
 
 
+MOST_DELIVERED = 2**20
+"""The tokens of earlier epochs that an engine gets for a step. Indexing one takes up to 750 bytes for a moment."""
+
+
 class EarlierResponses:
     """The newest responses to each prompt, as far as this rank's engine generated them."""
 
@@ -92,8 +107,11 @@ class EarlierResponses:
         for prompt_id, group in groupby(kept, key=lambda rollout: rollout.prompt_id):
             self._put([PregeneratedText(prompt_id, rollout.seed, rollout.response_tokens) for rollout in group])
 
-    def to(self, prompt_ids: Iterable[int]) -> list[PregeneratedText]:
-        return [text for prompt_id in prompt_ids for text in self._groups.get(prompt_id, ())]
+    def to(self, prompt_ids: Iterable[int], most_tokens: int = MOST_DELIVERED) -> list[PregeneratedText]:
+        """The responses to these prompts, as many of the first as have at most `most_tokens` together."""
+        texts = [text for prompt_id in prompt_ids for text in self._groups.get(prompt_id, ())]
+        totals = accumulate(len(text.tokens) for text in texts)
+        return [text for text, total in zip(texts, totals, strict=True) if total <= most_tokens]
 
     def restore(self, rollouts_dir: Path, first_step: int, engine: int, num_engines: int) -> None:
         """Read the rollouts of steps before `first_step` from disk; the engines divide the files of each step.
