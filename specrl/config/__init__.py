@@ -84,6 +84,7 @@ def _unreserved(name: str) -> str:
 MAY_LEAVE_OTHERS = ("speculation.method", "data.source")
 """Settings of a run that may change even if others then have no effect."""
 RUNS_DIR = "SPECRL_RUNS_DIR"
+SHORT_RESPONSES = 1024  # the highest limit of tokens with which groups stay whole (benchmarks/projection.md)
 """The variable that names the runs folder if neither configuration nor command does."""
 
 
@@ -174,6 +175,12 @@ class Config(Section):
         """Those lines that a change of these settings caused; earlier ones do not prevent a change."""
         keys = "|".join(re.escape(key.removesuffix(".name")) for key in changed if key not in MAY_LEAVE_OTHERS)
         return [line for line in self.unused if keys and re.search(rf"\b({keys})\b", line)]
+
+    @property
+    def whole_groups(self) -> bool:
+        """See `train.whole_groups`."""
+        given = self.train.whole_groups
+        return self.sampling.max_response_tokens <= SHORT_RESPONSES if given is None else given
 
     def resources_of(self, stage: StageName) -> Resources:
         """`[resources]` with the stage's own overrides applied."""
@@ -326,11 +333,9 @@ class Config(Section):
             self._check_divides("engine.tensor_parallel", self.engine.tensor_parallel, stage)
         ranks = self.resources_of("train").ranks
         engines = ranks // self.engine.tensor_parallel
-        responses = self.train.prompts_per_step * self.train.samples_per_prompt
-        if responses % engines:
+        if self.train.prompts_per_step % engines:
             raise ValueError(
-                f"train.prompts_per_step = {self.train.prompts_per_step} times train.samples_per_prompt = "
-                f"{self.train.samples_per_prompt} must be a multiple of the {engines} engines "
+                f"train.prompts_per_step = {self.train.prompts_per_step} must be a multiple of the {engines} engines "
                 "(ranks / engine.tensor_parallel)"
             )
         if self.train.prompts_per_step % self.train.updates_per_step:

@@ -194,6 +194,10 @@ class TrainConfig(Section):
     """Number of prompts in a step."""
     samples_per_prompt: Adjustable[Annotated[int, Field(ge=2)]] = 4
     """Number of responses to each prompt. They form a group, and advantages are relative to it."""
+    whole_groups: Adjustable[bool | None] = None
+    """Whether one engine generates all responses to a prompt. Otherwise responses, not prompts, are dealt to the
+    engines in turn, which then finish at about the same time, but read more prompts. By default, groups stay whole only
+    if `sampling.max_response_tokens` is at most 1024. No token depends on it."""
     updates_per_step: Adjustable[PositiveInt] = 1
     """Number of optimizer steps on the rollouts of a step, each on different groups; 1 is strictly on-policy and needs
     no separate pass for log-probs."""

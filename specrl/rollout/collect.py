@@ -85,14 +85,15 @@ Asked = tuple[Prompt, int]
 """A prompt, and the number of the response among those to it."""
 
 
-def deal(prompts: Sequence[Prompt], samples: int, engine: int, num_engines: int) -> list[Asked]:
+def deal(
+    prompts: Sequence[Prompt], samples: int, engine: int, num_engines: int, *, whole_groups: bool = False
+) -> list[Asked]:
     """One engine's share of `samples` responses to each prompt, in the order of prompts.
 
-    Responses, not prompts, are dealt in turn: those to one prompt have similar lengths, so that an engine with all of
-    them would often finish long after the others.
+    Responses to one prompt have similar lengths, so that an engine with all of them may finish long after the others.
     """
-    asked = [(prompt, sample) for prompt in prompts for sample in range(samples)]
-    return asked[engine::num_engines]
+    asked, size = [(prompt, sample) for prompt in prompts for sample in range(samples)], samples if whole_groups else 1
+    return [one for number, one in enumerate(asked) if number // size % num_engines == engine]
 
 
 def open_asked(engine: Engine, asked: Sequence[Asked], config: Config, rewards: RewardPool | None) -> list[Asked]:

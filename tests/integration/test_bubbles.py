@@ -33,6 +33,7 @@ REPLAY = {"method": "replay", "adaptive": False}
 BOTH = {"speculation": {"method": "eagle3+replay"}, "bubbles": {"use": "both"}}
 DRAFTING = {**BOTH, "speculation": {**BOTH["speculation"], "adaptive": False}}
 """On any machine; a controller may find that drafts cost more than they save."""
+DEALT: dict[str, Any] = {"train": {"whole_groups": False}}
 SETS = {"sampled": {"num_prompts": 3, "samples_per_prompt": 4}, "greedy": {"num_prompts": 5, "temperature": 0}}
 VALIDATED = {"validate": {"every": 2, "sets": SETS}}
 """No run without it may differ in anything but time."""
@@ -44,7 +45,7 @@ RUNS = [
     LoopRun("none", settings={"speculation": {"adaptive": False}}),
     LoopRun("alone", ranks=1, settings={"speculation": {"adaptive": False}}),
     LoopRun("none-long", settings={"speculation": {"adaptive": False}, **LONG}),
-    LoopRun("pregenerate", uneven=True, settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate"}}),
+    LoopRun("pregenerate", uneven=True, settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate"}, **DEALT}),
     LoopRun("train_drafter", uneven=True, settings={"bubbles": {"use": "train_drafter"}}),
     LoopRun("both", uneven=True, measures=True, settings={**DRAFTING, "validate": {**VALIDATED["validate"], **PAIRS}}),
     LoopRun("both-long-validated", settings={**BOTH, **LONG, **VALIDATED}),
@@ -55,7 +56,7 @@ RUNS = [
     LoopRun("tracked", ranks=1, outage=(1, 5), settings={"train": {"num_steps": 8}}),
     LoopRun("left", leaves=True, settings={**BOTH, "train": {"checkpoint_every": 3}}),
     LoopRun("four-ranks", ranks=4),
-    LoopRun("four-ranks-both-killed", ranks=4, kills=NUM_KILLS_OF_FOUR, settings=BOTH),
+    LoopRun("four-ranks-both-killed", ranks=4, kills=NUM_KILLS_OF_FOUR, settings={**BOTH, **DEALT}),
     LoopRun(
         "tensor-parallel-both-killed",
         ranks=4,

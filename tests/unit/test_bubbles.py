@@ -141,6 +141,20 @@ def test_the_responses_to_a_prompt_go_to_as_many_engines_as_they_can(prompts: in
         assert max(per_engine) <= -(-samples // engines)
 
 
+def test_groups_of_short_responses_stay_whole() -> None:
+    config = parse_config({"name": "x", "sampling": {"max_response_tokens": 1024}})
+    assert config.whole_groups and not config.updated(train={"whole_groups": False}).whole_groups
+    longer = config.updated(sampling={"max_response_tokens": 1025})
+    assert not longer.whole_groups and longer.updated(train={"whole_groups": True}).whole_groups
+    asked = [Prompt(number, "Q", [1], "") for number in range(4)]
+    found = [deal(asked, 2, engine, 3, whole_groups=True) for engine in range(3)]
+    assert [[(prompt.id, sample) for prompt, sample in share] for share in found] == [
+        [(0, 0), (0, 1), (3, 0), (3, 1)],
+        [(1, 0), (1, 1)],
+        [(2, 0), (2, 1)],
+    ]
+
+
 def test_every_item_is_claimed_once_and_pieces_get_smaller() -> None:
     coordinators = make_coordinators(4)
     for _ in range(2):

@@ -78,7 +78,9 @@ def model_of(
     return StepModel(
         engine=engine,
         gpus=gpus,
-        workload=Workload(config.train.prompts_per_step, config.train.samples_per_prompt, responses),
+        workload=Workload(
+            config.train.prompts_per_step, config.train.samples_per_prompt, responses, config.whole_groups
+        ),
         most_running=config.engine.max_num_seqs,
         logprob_passes=(config.train.updates_per_step > 1) + (config.train.kl_coef > 0) + taught,
         policy=policy,

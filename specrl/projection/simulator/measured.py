@@ -24,7 +24,7 @@ from specrl.projection.simulator.generation import DecodingSpeed, Shares, Simula
 from specrl.projection.simulator.step import Lengths, StepModel, Workload, dealt
 
 GPUS = (8, 32, 128)
-RESPONSES = Workload(128, 16, Lengths(1950, 0.8, 8192))  # lengths of RL-Zero in `published.py`
+RESPONSES = Workload(128, 16, Lengths(1950, 0.8, 8192), whole_groups=True)  # lengths of RL-Zero in `published.py`
 COPY, LEARNED = 4, 32768  # GPUs per copy of the policy, and the tokens from which the drafter learns on them
 
 

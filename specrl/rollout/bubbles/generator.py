@@ -152,7 +152,7 @@ class RolloutGenerator:
         if self._earlier is None and not self._config.bubbles.pregenerates:
             return
         config, prompts, engines = self._config, self.source.batch(step), self._place.num_engines
-        dealt = [deal(prompts, config.train.samples_per_prompt, engine, engines) for engine in range(engines)]
+        dealt = [self._share(prompts, engine) for engine in range(engines)]
         readers = [{prompt.id for prompt, _ in asked} for asked in dealt]
         owners = {
             response_seed(config.seed, step, prompt.id, sample): engine
@@ -211,9 +211,12 @@ class RolloutGenerator:
 
     def _open(self, prompts: Sequence[Prompt]) -> list[Asked]:
         """This engine's share of the responses to these prompts."""
-        place = self._place
-        asked = deal(prompts, self._config.train.samples_per_prompt, place.engine, place.num_engines)
+        asked = self._share(prompts, self._place.engine)
         return open_asked(self._engine, asked, self._config, self._rewards)
+
+    def _share(self, prompts: Sequence[Prompt], engine: int) -> list[Asked]:
+        samples, whole = self._config.train.samples_per_prompt, self._config.whole_groups
+        return deal(prompts, samples, engine, self._place.num_engines, whole_groups=whole)
 
     def _collect(self, asked: Sequence[Asked], step: int) -> Unscored:
         config = self._config
