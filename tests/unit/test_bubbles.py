@@ -142,7 +142,7 @@ def test_the_responses_to_a_prompt_go_to_as_many_engines_as_they_can(prompts: in
 
 
 def test_groups_of_short_responses_stay_whole() -> None:
-    config = parse_config({"name": "x", "sampling": {"max_response_tokens": 1024}})
+    config = parse_config({"name": "x", "model": {"max_length": 4096}, "sampling": {"max_response_tokens": 1024}})
     assert config.whole_groups and not config.updated(train={"whole_groups": False}).whole_groups
     longer = config.updated(sampling={"max_response_tokens": 1025})
     assert not longer.whole_groups and longer.updated(train={"whole_groups": True}).whole_groups

@@ -184,10 +184,13 @@ class StepModel:
         """Sample the responses of each step, prompt by prompt."""
         return self.workload.draw(STEPS, seed=0)
 
+    def dealt(self, k: int, pace: float) -> list[list[list[SimulatedResponse]]]:
+        """Deal the responses of each step to the engines; see `dealt`."""
+        engines, whole_groups = max(1, self.gpus // self.engine.gpus), self.workload.whole_groups
+        return [dealt(groups, engines, k, pace, whole_groups=whole_groups) for groups in self.drawn]
+
     def step(self, speculation: Speculation) -> StepTime:
-        engines, pace = max(1, self.gpus // self.engine.gpus), speculation.acceptance_length
-        whole_groups, engine = self.workload.whole_groups, self.engine
-        steps = [dealt(groups, engines, speculation.k, pace, whole_groups=whole_groups) for groups in self.drawn]
+        engine, steps = self.engine, self.dealt(speculation.k, speculation.acceptance_length)
         speed = DecodingSpeed((replace(engine, k=speculation.k).at,), engine.row_s, AGREES, engine.prompt_tokens)
         learns = speculation.k > 0 and speculation.bubbles in ("none", "pregenerate")  # else it learns in idle time
         drafter_s = self.drafter_updates * self.drafter_s(self.engine) if learns else 0.0
