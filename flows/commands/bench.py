@@ -242,7 +242,7 @@ def bench_gpu(
     page: Page = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Measure kernels, engine, trainer and whole RL steps on this machine's GPUs.
+    """Measure kernels, engine, trainer and whole RL steps on GPUs.
 
     It needs neither a network nor a run, because all models are random. Every row is saved at once, a section that
     fails loses no other, and the same command resumes where an earlier one ended. Without a GPU everything runs at

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from flows.cli import invoke
 from specrl.artifacts import write_scores
@@ -27,6 +28,7 @@ from specrl.bench.run.trainings import CONTEXT_FILE, Training
 from specrl.config import Config, ConfigError, change_config, parse_config
 from specrl.config.rollout import BubblesConfig
 from specrl.context import StageContext
+from specrl.distributed import Ranks
 from specrl.metrics import find_metric
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.validation.scores import SetResponses, score_set
@@ -244,7 +246,7 @@ class Parent:
     """Asks for no step."""
 
     def __init__(self) -> None:
-        self.said: list[Any] = [1, "context.json"]
+        self.said: list[Any] = [1, "context.json", None]
 
     def recv(self) -> Any:
         if not self.said:
@@ -263,8 +265,9 @@ def test_a_rank_keeps_no_best_policy_whose_checkpoint_would_count_as_time(monkey
     monkeypatch.setitem(sys.modules, "specrl.stages.train", stage)
     monkeypatch.setattr("specrl.stages.train", stage, raising=False)
     monkeypatch.setattr(rank.StageContext, "load", lambda _: SimpleNamespace(stage_dir=Path()))
-    for name in ("end_with_parent", "join", "leave"):
+    for name in ("end_with_parent", "leave"):
         monkeypatch.setattr(rank, name, lambda *_: None)
+    monkeypatch.setattr(rank, "join", lambda: Ranks(0, 1, 0, torch.device("cpu")))
     monkeypatch.setattr(rank, "Progress", lambda *_, **__: nullcontext())
     parent: Any = Parent()
     assert trainer.validation.best_metric is not None

@@ -456,8 +456,10 @@ def test_a_server_that_answers_is_accepted_and_one_that_refuses_or_fails_is_not(
 
 class Healthy(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response({"/health": 200}.get(self.path, 401 if self.path.startswith("/locked/") else 500))
+        answers = self.path.startswith("/api/")
+        self.send_response(200 if answers else 401 if self.path.startswith("/locked/") else 500)
         self.end_headers()
+        self.wfile.write(b"{}" if answers else b"")
 
     def log_message(self, format: str, *args: object) -> None:
         return

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specrl.rollout.drafts import kernels
-from specrl.rollout.drafts.device_drafts import FACTS, Batch, DeviceDrafts, Requests
+from specrl.rollout.drafts.device_drafts import NUM_FACTS, Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.kernels import TritonDrafts
 from specrl.rollout.drafts.text_index import ANY_PROMPT, END, Text
 from tests.kernel_processes import compiled_for_text, iterate_with_text, run_with_text, use_interpreter
@@ -107,7 +107,7 @@ def test_an_iteration_takes_two_launches_and_no_wait(monkeypatch: pytest.MonkeyP
     without_values(mode, drafts.index)
     with mode, Waits() as waits:
         lengths = torch.zeros(SLOTS, dtype=torch.int32)
-        facts = torch.zeros(SLOTS, FACTS, dtype=torch.int64)
+        facts = torch.zeros(SLOTS, NUM_FACTS, dtype=torch.int64)
         requests = Requests(facts, lengths, torch.zeros(SLOTS, LONGEST_SEQUENCE, dtype=torch.int32))
         batch = Batch(*(torch.zeros(2, dtype=torch.int32) for _ in Batch._fields))
         drafter = torch.zeros(2, 3, dtype=torch.int64)
