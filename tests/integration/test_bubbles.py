@@ -45,7 +45,7 @@ RUNS = [
     LoopRun("none", settings={"speculation": {"adaptive": False}}),
     LoopRun("alone", ranks=1, settings={"speculation": {"adaptive": False}}),
     LoopRun("none-long", settings={"speculation": {"adaptive": False}, **LONG}),
-    LoopRun("pregenerate", uneven=True, settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate"}, **DEALT}),
+    LoopRun("pregenerate", uneven=True, settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate"}}),
     LoopRun("train_drafter", uneven=True, settings={"bubbles": {"use": "train_drafter"}}),
     LoopRun("both", uneven=True, measures=True, settings={**DRAFTING, "validate": {**VALIDATED["validate"], **PAIRS}}),
     LoopRun("both-long-validated", settings={**BOTH, **LONG, **VALIDATED}),
@@ -55,7 +55,7 @@ RUNS = [
     LoopRun("forked", ranks=1, continues="none", counts_on=False, settings={"seed": 5, "train": {"num_steps": 1}}),
     LoopRun("tracked", ranks=1, outage=(1, 5), settings={"train": {"num_steps": 8}}),
     LoopRun("left", leaves=True, settings={**BOTH, "train": {"checkpoint_every": 3}}),
-    LoopRun("four-ranks", ranks=4),
+    LoopRun("four-ranks", ranks=4, settings=DEALT),
     LoopRun("four-ranks-both-killed", ranks=4, kills=NUM_KILLS_OF_FOUR, settings={**BOTH, **DEALT}),
     LoopRun(
         "tensor-parallel-both-killed",
