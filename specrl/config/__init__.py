@@ -84,8 +84,8 @@ def _unreserved(name: str) -> str:
 MAY_LEAVE_OTHERS = ("speculation.method", "data.source")
 """Settings of a run that may change even if others then have no effect."""
 RUNS_DIR = "SPECRL_RUNS_DIR"
-SHORT_RESPONSES = 1024  # the highest limit of tokens with which groups stay whole (benchmarks/projection.md)
 """The variable that names the runs folder if neither configuration nor command does."""
+SHORT_RESPONSES = 1024  # the highest `sampling.max_response_tokens` with which groups stay whole by default
 
 
 class Config(Section):

@@ -197,7 +197,7 @@ class TrainConfig(Section):
     whole_groups: Adjustable[bool | None] = None
     """Whether one engine generates all responses to a prompt. Otherwise responses, not prompts, are dealt to the
     engines in turn, which then finish at about the same time, but read more prompts. By default, groups stay whole only
-    if `sampling.max_response_tokens` is at most 1024. No token depends on it."""
+    if `sampling.max_response_tokens` is at most 1024. It changes nothing but the order in which gradients are added."""
     updates_per_step: Adjustable[PositiveInt] = 1
     """Number of optimizer steps on the rollouts of a step, each on different groups; 1 is strictly on-policy and needs
     no separate pass for log-probs."""

@@ -127,8 +127,8 @@ def dealt(
         return SimulatedResponse(prompt, item.tokens, (own,), sample)
 
     made = [[response(prompt, *item) for item in enumerate(group)] for prompt, group in enumerate(groups)]
-    dealt = made if whole_groups else [[one] for group in made for one in group]
-    return [list(chain(*dealt[engine::engines])) for engine in range(engines)]
+    units = made if whole_groups else [[one] for group in made for one in group]
+    return [list(chain(*units[engine::engines])) for engine in range(engines)]
 
 
 @dataclass(frozen=True)
