@@ -52,6 +52,14 @@ def test_a_server_that_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytes
     assert "did not start: it ended with exit code 7 (OperationalError: no such database); see " in said
 
 
+def test_threads_of_prefect_that_lose_their_server_say_nothing_beside_the_commands_own_line() -> None:
+    program = "import logging; from flows.server import quieten; quieten(); from prefect.logging import configuration; "
+    program += "configuration.setup_logging(); print(logging.getLogger('prefect._internal.concurrency').isEnabledFor(logging.ERROR))"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_a_server_of_the_user_that_refuses_requests_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
