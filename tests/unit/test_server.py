@@ -54,7 +54,8 @@ def test_a_server_that_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytes
 
 def test_threads_of_prefect_that_lose_their_server_say_nothing_beside_the_commands_own_line() -> None:
     program = "import logging; from flows.server import quieten; quieten(); from prefect.logging import configuration; "
-    program += "configuration.setup_logging(); print(logging.getLogger('prefect._internal.concurrency').isEnabledFor(logging.ERROR))"
+    program += "configuration.setup_logging(); "
+    program += "print(logging.getLogger('prefect._internal.concurrency').isEnabledFor(logging.ERROR))"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
