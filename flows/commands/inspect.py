@@ -122,8 +122,9 @@ def _newest_log(run_dir: Path, stage: str, rank: int) -> Path | None:
 
 
 def _start_of_lines(log: Path, count: int) -> int:
-    parts = log.read_bytes().removesuffix(b"\n").rsplit(b"\n", count)
-    return len(parts[0]) + 1 if len(parts) > count else 0
+    text = log.read_bytes()
+    parts = text.removesuffix(b"\n").rsplit(b"\n", count)
+    return min(len(parts[0]) + 1, len(text)) if len(parts) > count else 0
 
 
 def _print_from(log: Path, position: int) -> int:
