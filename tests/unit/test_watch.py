@@ -25,7 +25,7 @@ from specrl.config import STAGES, Config, parse_config
 from specrl.context import StageContext
 from specrl.events import record_event
 from specrl.lifetime.segments import add_to_segment, begin_segment
-from specrl.lineage.record import RunRecord
+from specrl.lineage.record import RunRecord, write_record
 from specrl.progress import Progress
 from tasks.run import begin
 
@@ -326,3 +326,18 @@ def test_a_stop_holds_for_a_local_job_of_another_host(
         "demo is asked to stop; continue it with: specrl resume demo",
     ]
     assert (config.run_dir / STOP_FILE).exists()
+
+
+def test_a_finished_run_that_is_to_train_on_is_not_listed_as_finished(
+    run: tuple[Config, RunRecord], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, record = run
+    for stage in STAGES:
+        write_json(folder(config, record, stage) / "result.json", {"seconds": 1.0})
+    write_json(config.run_dir / "summary.json", {})
+    assert listed_state(config, capsys) == "finished"
+    keys = {**record.stage_keys, "train": "train-0123456789ab"}  # of `specrl resume --steps`, whose flow waits
+    write_record(config.run_dir, record.model_copy(update={"stage_keys": keys}))
+    assert listed_state(config, capsys) == look(config).state == "stopped"
+    assert invoke(["ls", "--runs-dir", str(config.runs_dir)]) == 0
+    assert " 5/6 " in capsys.readouterr().out
