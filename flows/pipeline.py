@@ -28,7 +28,7 @@ def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
 
     Prefect passes the arguments by these names.
     """
-    end_jobs(Path(flow_run.parameters["run_dir"]))
+    end_jobs(Path(flow_run.parameters["run_dir"]), stop=False)
 
 
 @flow(name="specrl", flow_run_name="{run_dir}", on_cancellation=[cancel], validate_parameters=False)

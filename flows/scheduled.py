@@ -32,7 +32,7 @@ def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     config = config_at(flow_run.expected_start_time, **flow_run.parameters)
     if config.run_dir.is_dir():
         check_access(config.run_dir, config.cluster)
-        end_jobs(config.run_dir)
+        end_jobs(config.run_dir, stop=False)
 
 
 @flow(name="specrl-scheduled", on_cancellation=[cancel])

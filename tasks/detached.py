@@ -27,7 +27,6 @@ from specrl.processes import end_with_parent
 from tasks.run import job_settings
 
 IN_JOB = "SPECRL_FLOW_IN_JOB"  # set in a flow that is a job
-LOOK_SECONDS = 0.5
 SIGNAL_SECONDS = 10  # after a flow's end, for news of a signal that ended it
 EXIT_STOPPED = 3  # the exit code of a flow ended by `specrl stop`
 
@@ -77,7 +76,7 @@ def run_flow(context: StageContext, command: Sequence[str]) -> None:
         ended_at = ended_at if code is None else min(ended_at, time.monotonic())
         if time.monotonic() > ended_at + SIGNAL_SECONDS:
             raise JobError(f"the flow of run {context.config.name} ended with exit code {code}")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(0.5)
 
 
 if __name__ == "__main__":

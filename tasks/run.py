@@ -155,9 +155,10 @@ def ask_to_stop(run_dir: Path) -> list[str]:
     return lines
 
 
-def end_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
-    """Cancel all jobs of a run that can be reached, `say` each outcome, and keep flows from submitting others."""
-    write_text(run_dir / STOP_FILE, "")
+def end_jobs(run_dir: Path, say: Callable[[str], None] = print, *, stop: bool = True) -> None:
+    """Cancel all jobs of a run that can be reached, `say` each outcome, and `stop` flows from submitting others."""
+    if stop:
+        write_text(run_dir / STOP_FILE, "")
     config = readable_config(run_dir)
     with _submitting:  # includes a job that another thread is just submitting
         for key, job in live_jobs(config).items():
