@@ -178,7 +178,7 @@ def sync(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
 
     config = read_config(find_own_run(name, runs_dir))
     take_wandb_variables(config)
-    if lines := runs.sync_run(config, runs.SYNC_PATIENCE_SECONDS):
+    if lines := runs.sync_run(config, runs.SHORT_PATIENCE_SECONDS):
         raise ConfigError("; ".join(lines))
     trackers = "MLflow has" if config.tracking.wandb == "off" else "MLflow and W&B have"
     print(f"{trackers} everything that {config.name} has logged")

@@ -138,7 +138,7 @@ def register(context: StageContext, trained: TrainResult, exported: ExportResult
 
 def lineage_tags(context: StageContext) -> dict[str, str]:
     """Tags for a model version's origin: run, stages, code, revision and data."""
-    source = Log(context.run_dir).first_tags()
+    source = Log(context.run_dir).first_start().get("tags", {})
     kept = {name: value for name, value in source.items() if name.startswith(("specrl.", "mlflow.source.git."))}
     return {
         **kept,

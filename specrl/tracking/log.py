@@ -66,9 +66,9 @@ class Log:
                     values = json.loads(line)
                     yield Entry(values.pop("kind"), values.pop("time_ms"), values, begin, position)
 
-    def first_tags(self) -> dict[str, str]:
-        """The tags of the first start of the run or the stage; empty before that."""
-        return dict(next((entry.values["tags"] for entry in self.entries() if entry.kind == "start"), {}))
+    def first_start(self) -> Mapping[str, Any]:
+        """The values of the first start of the run or the stage; empty before that."""
+        return next((entry.values for entry in self.entries() if entry.kind == "start"), {})
 
     def flush(self) -> None:
         """Flush entries to disk before they are sent, or the recorded position could lie beyond the end."""

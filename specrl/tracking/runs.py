@@ -44,10 +44,9 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 NOTE_TAG, ERROR_TAG = "mlflow.note.content", "specrl.error"
 RESPONSES_FILE = "responses.json"  # the artifact with a table of responses
 ODD = re.compile(r"[^\w\-. /]")  # characters not allowed in names of metrics
-STAGE_PATIENCE_SECONDS, FLOW_PATIENCE_SECONDS, RESUME_PATIENCE_SECONDS = 10.0, 60.0, 10.0
-"""How long to wait for an unreachable store: at the end of a stage, at the end of the flow, and at its start."""
-SYNC_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS = 10.0, 3.0
-"""The same for `specrl sync`, and for a flow that is interrupted."""
+SHORT_PATIENCE_SECONDS, FLOW_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS = 10.0, 60.0, 3.0
+"""How long to wait for an unreachable store: at the end of a stage, the start of a flow and in `specrl sync`; at the
+end of a flow; and when a flow is interrupted."""
 STAGE_LIMIT_SECONDS = 300.0
 """How long a stage holds its allocation for a slow store; the flow sends the rest."""
 
@@ -62,14 +61,14 @@ def start_parent_run(config: Config, description: str = "") -> str:
     import_mlflow()
     if is_new:
         check_server(config)
-    until = time.monotonic() + RESUME_PATIENCE_SECONDS
+    until = time.monotonic() + SHORT_PATIENCE_SECONDS
     while (reason := _replace_deleted(config)) and is_new:  # concurrent runs: one creates the experiment
         if time.monotonic() > until:
             raise ConfigError(f"tracking.uri = {tracking_uri(config)}: MLflow takes no run of {config.name}: {reason}")
         time.sleep(0.5)
     log = Log(config.run_dir)
     tracker = Tracker(log)
-    tracker.start(config.name, log.first_tags() or source_tags(config))
+    tracker.start(config.name, log.first_start().get("tags") or source_tags(config))
     if is_new:  # the description of a continued run includes results
         tracker.log_tags({NOTE_TAG: description})
     tracker.log_params(dict(flat_settings(config)))
@@ -77,7 +76,7 @@ def start_parent_run(config: Config, description: str = "") -> str:
         for file in files_of(places or ()):
             tracker.log_rollouts(file, file.name, context)
     tracker.log_text(dump_config(config), "config.json")
-    send(config, [config.run_dir], RESUME_PATIENCE_SECONDS)
+    send(config, [config.run_dir], SHORT_PATIENCE_SECONDS)
     if (run_id := run_id_of(config.run_dir)) is None:
         raise ConfigError(f"MLflow does not create a run of {config.name}; the log says why")
     return run_id
@@ -88,10 +87,13 @@ def _replace_deleted(config: Config) -> str:
     try:
         client = connect(config)
         experiment_id(client, config)
-        for folder in [config.run_dir, *stage_folders(config.run_dir)]:
-            if (run_id := run_id_of(folder)) is not None and not exists(client, run_id):
-                logger.warning("MLflow has lost the run of %s: what is logged is sent again to a new one", folder.name)
-                Sent(Log(folder)).forget()
+        folders = [config.run_dir, *stage_folders(config.run_dir)]
+        lost = [folder for folder in folders if (run_id := run_id_of(folder)) and not exists(client, run_id)]
+        for folder in lost:
+            logger.warning("MLflow has lost the run of %s: what is logged is sent again to a new one", folder.name)
+        # Without the pipeline's run, those of its stages have lost their parent, which also had their results.
+        for folder in folders if config.run_dir in lost else lost:
+            Sent(Log(folder)).forget()
     except DeletedError:
         raise
     except Exception as error:  # unreachable, by errors of many libraries; whoever sends something reports it too
@@ -120,10 +122,8 @@ def finish_parent_run(
     if responses:
         tracker.log_table(responses, RESPONSES_FILE)
     tracker.end(status)
-    if status == "KILLED":  # a user waits for the end
-        _sync_or_warn(config, STOP_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS)
-    else:
-        _sync_or_warn(config, FLOW_PATIENCE_SECONDS)
+    limit_s = STOP_PATIENCE_SECONDS if status == "KILLED" else None  # a user waits for the end
+    _sync_or_warn(config, limit_s or FLOW_PATIENCE_SECONDS, limit_s)
 
 
 def sync_run(config: Config, patience_s: float, limit_s: float | None = None) -> list[str]:
@@ -133,7 +133,8 @@ def sync_run(config: Config, patience_s: float, limit_s: float | None = None) ->
     Raises DeletedError if the experiment has been deleted.
     """
     import_mlflow()
-    _replace_deleted(config)
+    if limit_s is None:  # a silent server would take its time to answer
+        _replace_deleted(config)
     folders = [config.run_dir, *stage_folders(config.run_dir)]
     lines = []
     if unsent := send(config, folders, patience_s, limit_s):
@@ -165,7 +166,7 @@ def log_to_run(
     for name, text in texts.items():
         tracker.log_text(text, name)
     tracker.log_tags(tags or {})
-    _sync_or_warn(config, RESUME_PATIENCE_SECONDS)
+    _sync_or_warn(config, SHORT_PATIENCE_SECONDS)
 
 
 def row_metrics(row: Mapping[str, Any]) -> dict[str, float]:
@@ -217,7 +218,8 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
     tracker = Tracker(log, context.mlflow_run_id, context.config.tracking.max_model_gib)
     tracker.start(context.stage, {"specrl.key": context.key, "specrl.host": os.uname().nodename})
     syncing, sending = Syncing(context.config, log), WandbSending(context.config, log)
-    monitor = LoadMonitor(partial(log_load, tracker, next(log.entries()).time_ms, nodes))
+    began_ms = next((entry.time_ms for entry in log.entries()), round(1000 * time.time()))
+    monitor = LoadMonitor(partial(log_load, tracker, began_ms, nodes))
     status: Status | None = "FAILED"
     try:
         yield tracker
@@ -230,9 +232,9 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
         if status is not None:
             tracker.end(status)
         # A job that is being left has little time.
-        if not syncing.close(STAGE_PATIENCE_SECONDS, STAGE_LIMIT_SECONDS if status else STAGE_PATIENCE_SECONDS):
+        if not syncing.close(SHORT_PATIENCE_SECONDS, STAGE_LIMIT_SECONDS if status else SHORT_PATIENCE_SECONDS):
             logger.warning("some of what %s logged waits for its next job, the flow or specrl sync", context.key)
-        if (reason := sending.close(PATIENCE_SECONDS if status else STAGE_PATIENCE_SECONDS)) is not None:
+        if (reason := sending.close(PATIENCE_SECONDS if status else SHORT_PATIENCE_SECONDS)) is not None:
             logger.warning(
                 "W&B lacks some of what %s logged (%s); the next job or the flow sends it", context.key, reason
             )

@@ -59,12 +59,14 @@ class MlflowSender:
 
     @property
     def _run_id(self) -> str:
-        return (self._log.owner / RUN_ID_FILE).read_text().strip()
+        if (noted := run_id_of(self._log.owner)) is None:
+            raise RefusedError("the start of its run was not logged")
+        return noted
 
     @property
     def _parent(self) -> str | None:
-        """The pipeline's MLflow run: the one named in the log's first entry, or its replacement."""
-        named: str | None = next(self._log.entries()).values.get("parent")
+        """The pipeline's MLflow run: the one that the start of the log's run names, or its replacement."""
+        named: str | None = self._log.first_start().get("parent")
         return named and (run_id_of(self._config.run_dir) or named)
 
     def _send_metrics(self, entries: Sequence[Entry]) -> None:
@@ -93,10 +95,11 @@ class MlflowSender:
     def _find(self, entry: Entry) -> str | None:
         if (noted := run_id_of(self._log.owner)) is not None:
             return noted if exists(self._client, noted) else None
-        asked = f"attributes.start_time = {entry.time_ms} and attributes.run_name = '{entry.values['name']}'"
+        asked = f"attributes.start_time = {entry.time_ms}"
         asked += "".join(f" and tags.`{name}` = '{own}'" for name, own in self._id_tag.items())
-        found = self._client.search_runs([self._experiment(self._parent)], asked, max_results=1)
-        return str(found[0].info.run_id) if found else None
+        found = self._client.search_runs([self._experiment(self._parent)], asked)
+        same = (run.info for run in found if run.info.run_name == entry.values["name"])  # it may contain any quotes
+        return next((str(info.run_id) for info in same), None)
 
     def _experiment(self, parent: str | None) -> str:
         if parent and exists(self._client, parent):

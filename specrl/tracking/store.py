@@ -279,10 +279,7 @@ def saved_view() -> dict[str, Any]:
 
 def table_address(config: Config) -> str:
     """The fragment of MLflow's address of the runs in that view; empty if nothing is recorded yet."""
-    import_mlflow()
-    from mlflow import MlflowClient
-
-    found = MlflowClient(tracking_uri(config)).get_experiment_by_name(config.tracking.experiment)
+    found = connect(config).get_experiment_by_name(config.tracking.experiment)
     return "" if found is None else f"#/experiments/{found.experiment_id}/runs{VIEW_QUERY}"
 
 

@@ -63,8 +63,8 @@ class Syncing:
 
     @property
     def is_away(self) -> bool:
-        """Whether MLflow itself, and not only its artifact store, did not answer the last time."""
-        return self._failed_at is not None and not self._store_is_away
+        """Whether MLflow itself, and not only its artifact store, did not answer the last time, or still has to."""
+        return not self._store_is_away and (self._failed_at is not None or self._thread.is_alive())
 
     def _run(self) -> None:
         pause = FIRST_PAUSE_SECONDS

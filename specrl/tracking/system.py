@@ -23,7 +23,16 @@ class LoadMonitor:
     """Measures processors, memory, disk, network and GPUs in a thread."""
 
     def __init__(self, on_load: Callable[[Mapping[str, float]], None]) -> None:
-        self._on_load, self._parts = on_load, _parts()
+        import_mlflow()
+        from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+        from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
+        from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+        from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+
+        self._on_load = on_load
+        self._parts: list[Any] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
+        with contextlib.suppress(ImportError, RuntimeError):  # no NVIDIA library, or no GPU
+            self._parts.append(GPUMonitor())
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
         self._thread.start()
@@ -64,16 +73,3 @@ def log_load(tracker: Tracker, began_ms: int, nodes: Path, load: Mapping[str, fl
         path.unlink(missing_ok=True)
     step = int((time.time() * 1000 - began_ms) / 1000 / INTERVAL_SECONDS)
     tracker.log_metrics(metrics, step)
-
-
-def _parts() -> list[Any]:
-    import_mlflow()
-    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
-    from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
-    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
-    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
-
-    parts: list[Any] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
-    with contextlib.suppress(ImportError, RuntimeError):  # no NVIDIA library, or no GPU
-        parts.append(GPUMonitor())
-    return parts

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from specrl.tracking import runs, sync
 from specrl.tracking.log import Log, Sent
 from specrl.tracking.runs import finish_parent_run, log_to_run, stage_run, start_parent_run
 from specrl.tracking.sender import registered_version
-from specrl.tracking.store import tracking_uri
+from specrl.tracking.store import RUN_ID_FILE, tracking_uri
 from specrl.tracking.sync import Syncing
 from specrl.tracking.tracker import Tracker
 from tasks.run import begin
@@ -42,7 +43,7 @@ from tests.mlflow_server import MlflowServer, Mode, Proxy
 TAGS = {"policy_version": "8", "specrl.score": "0.5"}
 TINY = ModelConfig(source="tiny", max_length=64)
 FIRST = Ranks(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
-PATIENCE = [f"{who}_PATIENCE_SECONDS" for who in ("STAGE", "FLOW", "RESUME", "SYNC")]
+PATIENCE = [f"{who}_PATIENCE_SECONDS" for who in ("SHORT", "FLOW")]
 SECOND = Ranks(rank=1, world_size=2, local_rank=1, device=torch.device("cpu"))
 
 
@@ -649,7 +650,7 @@ def test_a_relaunch_while_the_server_is_stopped_goes_through_and_arrives_later(
         "specrl: MLflow does not answer; what relaunched, train-0123456789ab logged still waits on disk\n"
     )
     server.start()
-    monkeypatch.setattr(runs, "SYNC_PATIENCE_SECONDS", 120.0)
+    monkeypatch.setattr(runs, "SHORT_PATIENCE_SECONDS", 120.0)
     assert invoke(command) == 0
     assert capsys.readouterr().out.endswith("MLflow has everything that relaunched has logged\n")
     check_steps(config, parent, 3)
@@ -676,3 +677,23 @@ def test_a_full_disk_costs_only_what_is_logged_meanwhile(runs_dir: Path, caplog:
     lines = [record.getMessage() for record in caplog.records if "tracking" in record.name]
     assert sum("is lost until there is room again" in line for line in lines) == 1
     assert sum("2 entries were lost" in line for line in lines) == 1
+
+
+def test_a_stage_that_starts_on_a_full_disk_logs_what_comes_later(runs_dir: Path) -> None:
+    config = make_config(runs_dir, "full-at-the-start")
+    parent = start_parent_run(config)
+    context = stage_of(config, parent)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+        try:
+            tracker = stack.enter_context(stage_run(context, FIRST))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        tracker.log_metrics({"policy/loss": 0.5}, step=0)
+    assert not (context.stage_dir / RUN_ID_FILE).exists()  # there is no run without a start
+    with stage_run(context, FIRST) as tracker:
+        tracker.log_metrics({"policy/loss": 0.5}, step=1)
+    history = client_of(config).get_metric_history(only_child(config, parent).info.run_id, "policy/loss")
+    assert sorted(point.step for point in history) == [0, 1]
+    assert statuses(config, parent) == ["FINISHED"]

@@ -9,10 +9,12 @@ import math
 import os
 import re
 import shutil
+import socket
 import sqlite3
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,7 +37,7 @@ from specrl.tracking.tracker import Tracker
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RESUME", "FLOW", "SYNC"):
+    for name in ("SHORT", "FLOW"):
         monkeypatch.setattr(runs, f"{name}_PATIENCE_SECONDS", 2.0)
 
 
@@ -163,6 +165,49 @@ def test_a_deleted_run_is_made_anew_with_all_that_was_logged(
     client.delete_run(again)
     assert start_parent_run(config) not in (first, again)
     assert sync_run(config, 2.0) == []
+
+
+def test_the_run_that_replaces_a_deleted_one_has_the_stages_of_that_and_their_results(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    first = start_parent_run(config)
+    log(config, "train", reward__mean=0.5)
+    finish_parent_run(config, "FINISHED")
+    client = connect(config)
+    client.delete_run(first)
+    assert sync_run(config, 2.0) == []
+    again = (config.run_dir / RUN_ID_FILE).read_text().strip()
+    assert again != first and metrics_of(client, config.run_dir) == ({"reward/mean": 0.5}, "FINISHED")
+    child = client.get_run((config.run_dir / "stages/train-0" / RUN_ID_FILE).read_text().strip())
+    assert child.data.tags["mlflow.parentRunId"] == again and child.info.status == "FINISHED"
+
+
+def test_a_name_may_have_quotes(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    start_parent_run(config)
+    folder = config.run_dir / "stages" / "bench-0"
+    Tracker(Log(folder)).start("train.correction='none'", {})
+    assert sync_run(config, 2.0) == []
+    run_id = (folder / RUN_ID_FILE).read_text().strip()
+    assert connect(config).get_run(run_id).info.run_name == "train.correction='none'"
+
+
+def test_an_interrupted_flow_does_not_wait_for_a_silent_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    start_parent_run(config)
+    log(config, "train", reward__mean=0.5)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "600")
+    monkeypatch.setattr(runs, "STOP_PATIENCE_SECONDS", 0.5)
+    before = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it takes connections and never answers
+        silent = config.updated(tracking={"uri": f"http://127.0.0.1:{server.getsockname()[1]}"})
+        began = time.monotonic()
+        finish_parent_run(silent, "KILLED")
+        assert time.monotonic() - began < 300
+        left = [thread for thread in threading.enumerate() if thread not in before and thread.name == "tracking"]
+        assert len(left) == 1  # it was asked for the first folder alone
+    left[0].join()
+    assert sync_run(config, 2.0) == []
+    assert metrics_of(connect(config), config.run_dir)[1] == "KILLED"
 
 
 def test_metrics_that_are_no_finite_numbers_arrive(tmp_path: Path) -> None:
