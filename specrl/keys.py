@@ -50,13 +50,16 @@ NO_STAGE_CODE = ("bench", "report", "projection", "checks")
 """Subpackages on which no stage's result depends: they only measure or show results."""
 
 
-def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str], code: str, start: Any = None) -> str:
+def stage_key(
+    config: Config, named: dict[str, str], stage: StageName, inputs: dict[StageName, str], code: str, start: Any = None
+) -> str:
     """`STAGE-` and 12 hex digits of the inputs' keys, the stage's sections, the files that these name, and the code.
 
-    `start` is what the stage starts from besides its inputs, such as the checkpoint of another stage.
+    `named` are the configuration's `named_files`. `start` is what the stage starts from besides its inputs, such as the
+    checkpoint of another stage.
     """
     assert set(inputs) == set(INPUTS[stage]), f"{stage} reads {INPUTS[stage]}, got keys of {tuple(inputs)}"
-    files = named_files(config, stage)
+    files = {key: content for key, content in named.items() if reads(config, stage, key)}
     places = {*data_places(config), *_model_places(config)} & files.keys()  # the location of a file does not count
     settings = {key: value for key, value in flat_settings(config) if reads(config, stage, key) and key not in places}
     settings["first set"] = config.validate_.first_set if reads(config, stage, "validate.sets") else None
@@ -88,15 +91,15 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def run_keys(config: Config, code: str, start: Any = None) -> dict[StageName, str]:
     """The keys of all stages; see `stage_key`. Each depends on the keys of its inputs and not on their results."""
-    keys: dict[StageName, str] = {}
+    named, keys = named_files(config), dict[StageName, str]()
     for stage in STAGES:
         inputs = {name: keys[name] for name in INPUTS[stage]}
-        keys[stage] = stage_key(config, stage, inputs, code, start if stage in ("prepare", "train") else None)
+        keys[stage] = stage_key(config, named, stage, inputs, code, start if stage in ("prepare", "train") else None)
     return keys
 
 
-def named_files(config: Config, stage: StageName | None = None) -> dict[str, str]:
-    """A digest of each of the user's files that the configuration names (and that `stage` reads), by its key.
+def named_files(config: Config) -> dict[str, str]:
+    """A digest of each of the user's files that the configuration names, by its key; it takes as long as to read them.
 
     They are data, sources of functions, and models in folders. Stages read them where they lie.
     """
@@ -106,12 +109,10 @@ def named_files(config: Config, stage: StageName | None = None) -> dict[str, str
     paths["environment.name"] = (import_source(config.environment.name or ""),)
     for name, chosen in config.validate_.sets.items():
         paths[f"validate.sets.{name}.reward"] = reward_sources(chosen.reward)
-    asked = {key: places for key, places in paths.items() if stage is None or reads(config, stage, key)}
-    digests = {key: content for key, places in asked.items() if (content := _content(*places)) is not None}
+    digests = {key: content for key, places in paths.items() if (content := _content(*places)) is not None}
     for key, source in _model_places(config).items():
-        if stage is None or reads(config, stage, key):
-            found = model_fingerprint(source)
-            digests |= {key: digest(found)} if isinstance(found, list) else {}
+        found = model_fingerprint(source)
+        digests |= {key: digest(found)} if isinstance(found, list) else {}
     return digests
 
 
@@ -167,8 +168,8 @@ def import_source(name: str) -> Path | None:
         return None
     if not rest:
         return Path(spec.origin) if spec.origin else None
-    places = spec.submodule_search_locations or []
-    found = (Path(place, *rest).with_suffix(".py") for place in places)
+    folders = [Path(place, *rest) for place in spec.submodule_search_locations or []]
+    found = (path for folder in folders for path in (folder / "__init__.py", folder.with_suffix(".py")))
     return next((path for path in found if path.is_file()), None)
 
 

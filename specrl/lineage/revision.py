@@ -16,7 +16,7 @@ from specrl.artifacts import RESULT_FILE
 from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.config.base import Mark, Section
 from specrl.config.methods import METHODS
-from specrl.keys import INPUTS, flat_settings, reads, stage_key
+from specrl.keys import INPUTS, flat_settings, named_files, reads, stage_key
 from specrl.lifetime.segments import last_recorded_step
 from specrl.lineage.record import Continuation, RunRecord, newest_whole_step
 
@@ -111,6 +111,7 @@ class Revision:
         self._start = start if start is not None and start.counts_on else None
         self._keys: dict[StageName, str] = {}
         self._continues: Continuation | None = None
+        self._configs = [(config, named_files(config)) for config in (self.old, self.new)]
         self.stages = [self._plan(stage) for stage in STAGES]
         self.record = self.before.model_copy(update={"stage_keys": self._keys, "continues": self._continues})
 
@@ -136,7 +137,7 @@ class Revision:
         if stage not in self._keys:
             inputs = {name: self._keys[name] for name in INPUTS[stage]}
             start = self._continues if stage == "train" else self.before.origin if stage == "prepare" else None
-            self._keys[stage] = stage_key(self.new, stage, inputs, self.stage_code, start and start.content)
+            self._keys[stage] = stage_key(*self._configs[1], stage, inputs, self.stage_code, start and start.content)
         return StagePlan(stage, self._keys[stage], action, reason)
 
     def _decide(self, stage: StageName) -> tuple[Action, str]:
@@ -159,15 +160,15 @@ class Revision:
 
     def _relevant(self, stage: StageName) -> list[Change]:
         """The changes that a stage reads itself."""
-        configs = self.old, self.new
         # Only some methods use the drafter of `drafter.source`, which `prepare` writes.
         also = "speculation.method" if stage == "prepare" else ""
         found = [
             change
             for change in self.changes
-            if change.key == also or any(reads(config, stage, change.key) for config in configs)
+            if change.key == also or any(reads(config, stage, change.key) for config, _ in self._configs)
         ]
-        before, after = (stage_key(config, stage, {name: name for name in INPUTS[stage]}, "") for config in configs)
+        inputs: dict[StageName, str] = {name: name for name in INPUTS[stage]}
+        before, after = (stage_key(*config, stage, inputs, "") for config in self._configs)
         return found if before != after else [change for change in found if change.is_file]
 
     def _decide_train(self, redone: list[StageName], relevant: list[Change]) -> tuple[Action, str]:

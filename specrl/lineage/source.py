@@ -17,6 +17,7 @@ from specrl.lineage.record import read_record
 from specrl.processes import output_of
 
 GIT_SECONDS = 10
+DATA = {"training": "data.path", "validation": "data.validation_path"}
 
 
 def source_tags(config: Config) -> dict[str, str]:
@@ -26,12 +27,15 @@ def source_tags(config: Config) -> dict[str, str]:
     """
     command = shlex.join([Path(sys.argv[0]).name, *map(redacted, sys.argv[1:])])
     record = read_record(config.run_dir)
+    named = named_files(config) if record is None else record.files
+    data = {name: named[key] for name, key in DATA.items() if key in named}
+    data = data or {"training": digest(config.settings["data"])}  # prompts come from generators
     tags = {
         "mlflow.source.name": command,
         "mlflow.source.type": "LOCAL" if config.cluster.backend == "local" else "JOB",
         "mlflow.user": os.environ.get("USER") or str(os.getuid()),
         "specrl.host": os.uname().nodename,
-        **{f"specrl.data.{name}": value for name, value in data_digests(config).items()},
+        **{f"specrl.data.{name}": value for name, value in data.items()},
         **({"specrl.origin": record.origin.words} if record is not None and record.origin is not None else {}),
     }
     return tags | git_tags(Path(specrl.__file__).parents[1])
@@ -49,12 +53,3 @@ def git_tags(root: Path) -> dict[str, str]:
         "mlflow.source.git.branch": git("rev-parse", "--abbrev-ref", "HEAD") or "",
         "specrl.code.changed": "unknown" if changed is None else str(bool(changed)).lower(),
     }
-
-
-def data_digests(config: Config) -> dict[str, str]:
-    """A digest of each data file, or of the section `data` if prompts come from generators."""
-    named = named_files(config)
-    found = {"training": named.get("data.path"), "validation": named.get("data.validation_path")}
-    if any(found.values()):
-        return {name: content for name, content in found.items() if content is not None}
-    return {"training": digest(config.settings["data"])}

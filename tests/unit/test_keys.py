@@ -105,10 +105,21 @@ def test_a_reward_function_of_the_users_counts_by_content(tmp_path: Path, monkey
     source = tmp_path / "mine" / "rewards.py"
     source.write_text("def score(prompt, response, answer): return 1.0\n")
     config = config_with(data={"reward": "mine.rewards:score"})
-    assert reward_sources(config.data.reward) == (source,)
-    before = run_keys(config, "code")
-    source.write_text("def score(prompt, response, answer): return 0.0\n")
-    assert run_keys(config, "code")["train"] != before["train"]
+    for place in (source, tmp_path / "mine" / "rewards" / "__init__.py"):  # a package comes before a module
+        place.parent.mkdir(exist_ok=True)
+        place.write_text("def score(prompt, response, answer): return 1.0\n")
+        assert reward_sources(config.data.reward) == (place,)
+        before = run_keys(config, "code")
+        place.write_text("def score(prompt, response, answer): return 0.0\n")
+        assert run_keys(config, "code")["train"] != before["train"]
+
+
+def test_data_are_read_once_for_the_keys_of_all_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr("specrl.keys.file_digest", lambda path: str(read.append(path)))
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    run_keys(config_with(data={"source": "file", "path": str(tmp_path / "a.jsonl")}), "code")
+    assert read == [tmp_path / "a.jsonl"]
 
 
 def test_the_code_digest_sees_edits_renames_and_new_files_of_stages_alone(tmp_path: Path) -> None:
