@@ -21,7 +21,6 @@ from specrl.projection.budgets import Budget, check_kv, overflow, rank_of, stage
 from specrl.projection.memory import GIB, MASTER_AND_MOMENTS, Rank, policy_state_bytes, stored_parameters
 from specrl.projection.traffic import GB, HOST_GB_PER_S, Transfer, assumptions, step_traffic
 
-BF16 = 2
 SHAPING = ("loss_mean", "refill_rounds", "overlong_filter", "overlong_window", "entropy_coefficient")
 OF_PENALTY = ("kl_coef", "kl_estimator", "kl_in", "reference_every")
 OF_TEACHER = ("teacher", "teacher_coef")
@@ -110,21 +109,19 @@ def checkpoint_plan(rank: Rank) -> CheckpointPlan:
     size = stored_parameters(rank.config, rank.shape) * width + drafter
     copy_s = (rank.optimizer_parameters * width + drafter) / GB / HOST_GB_PER_S
     write_s = size / GB / rank.config.cluster.disk_gb_per_s
-    return CheckpointPlan(size / GIB, copy_s, write_s, most_checkpoints(rank.config))
-
-
-def most_checkpoints(config: Config) -> int:
-    train = config.train
-    number = train.keep_checkpoints + 1 + (1 if config.validate_.every else 0)
-    return number + (train.num_steps // train.keep_every if train.keep_every else 0)
+    train = rank.config.train
+    number = train.keep_checkpoints + 1 + bool(rank.config.validate_.every)
+    number += train.num_steps // train.keep_every if train.keep_every else 0
+    return CheckpointPlan(size / GIB, copy_s, write_s, number)
 
 
 def disk_bytes(config: Config, shape: ModelShape | None) -> int:
     """Count the policies of three stages, all concurrent checkpoints, and 1 GiB; `shape` is None if unknown."""
     if shape is None:
         return OTHER_BYTES
-    checkpoint = stored_parameters(config, shape) * policy_state_bytes(config)
-    return shape.parameters * 3 * BF16 + most_checkpoints(config) * checkpoint + OTHER_BYTES
+    rank = rank_of(with_source_sizes(config), "train", shape)
+    checkpoint = checkpoint_plan(rank)
+    return round(3 * shape.parameters * rank.dtype_bytes + checkpoint.number * checkpoint.gib * GIB) + OTHER_BYTES
 
 
 @dataclass(frozen=True)

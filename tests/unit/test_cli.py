@@ -38,8 +38,7 @@ from specrl.checks.gpu import GIB
 from specrl.config import Config, ConfigError, change_config, dump_config, load_config, parse_config, understood_config
 from specrl.lineage.record import Continuation, read_record, write_record
 from specrl.models.checks.headers import tensor_shapes
-from specrl.models.shapes import model_shape
-from specrl.projection.memory import MASTER_AND_MOMENTS
+from specrl.projection.plan import plan
 from tasks.run import begin
 
 ROOT = Path(__file__).parents[2]
@@ -471,9 +470,9 @@ def test_disk_is_looked_at_where_the_runs_will_lie(tmp_path: Path) -> None:
 
 
 def test_what_a_run_has_on_disk_already_needs_no_room_again(tmp_path: Path) -> None:
-    config = parse_config({"name": "run", "model": {"source": "tiny"}, "runs_dir": str(tmp_path)})
-    each = MASTER_AND_MOMENTS * model_shape(config.model).parameters
-    too_many = (shutil.disk_usage(tmp_path).free + 20 * GIB) // each
+    sections = {"model": {"source": "tiny"}, "drafter": {"draft_vocab_size": 64}}
+    config = parse_config({"name": "run", "runs_dir": str(tmp_path), **sections})
+    too_many = (shutil.disk_usage(tmp_path).free + 20 * GIB) // round(plan(config).checkpoint.gib * GIB)
     config = change_config(config, [f"train.keep_checkpoints={too_many}"])
     (line,) = check_disk(config)
     assert "too little free disk" in line

@@ -18,7 +18,7 @@ from specrl.config.rollout import batched_tokens
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.projection.budgets import Budget
 from specrl.projection.memory import MARGIN, MemoryItem, Rank, activations, kv_bytes_per_token, peak_gib
-from specrl.projection.plan import Plan, plan
+from specrl.projection.plan import Plan, disk_bytes, plan
 from specrl.report.projection import print_plan
 
 ROOT = Path(__file__).parents[2]
@@ -283,6 +283,17 @@ def test_what_a_step_sends_follows_from_the_layout() -> None:
     assert two["tensor parallel"][0] == pytest.approx(one["tensor parallel"][0] / 2)
     # Weights go to the engine whole, and a rank has its own part already.
     assert one["refit over ranks of a stage"][0] == pytest.approx(8_190_735_360 * 2 * 3 / 4 / 2**30, rel=1e-3)
+
+
+def test_a_run_needs_room_for_the_drafters_in_its_checkpoints_and_for_policies_of_its_type() -> None:
+    config = parse_config({"name": "x", "model": {"source": "tiny"}, "drafter": {"draft_vocab_size": 64}})
+    shape, made = model_shape(config.model), plan(config).checkpoint
+    needed = disk_bytes(config, shape)
+    assert needed == pytest.approx(made.number * made.gib * 2**30 + 3 * 2 * shape.parameters + 2**30, abs=1)
+    without = config.updated(speculation={"method": "none", "k": 0}, bubbles={"use": "none"})
+    drafters = made.number * (made.gib - plan(without).checkpoint.gib) * 2**30
+    assert needed - disk_bytes(without, shape) == pytest.approx(drafters, abs=1) and drafters > 0
+    assert disk_bytes(config.updated(model={"dtype": "float32"}), shape) == needed + 3 * 2 * shape.parameters
 
 
 def test_speeds_are_printed_and_can_be_set() -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from flows.folder import write_config
 from specrl.config import ConfigError, load_config
-from specrl.models.shapes import KNOWN_SHAPES
+from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.projection.simulator.choices import ACCEPTANCE, choices, hardware_of, ideas, model_of
 from specrl.projection.simulator.engine import HARDWARE, Efficiency, EngineModel
 from specrl.projection.simulator.published import PublishedRow, published_rows
@@ -111,6 +111,7 @@ def test_acceptance_goes_on_falling_beyond_the_known_positions() -> None:
     assert acceptance_length((0.8, 0.4), 0) == 1.0
     assert acceptance_length((0.8, 0.4), 2) == pytest.approx(2.2)
     assert acceptance_length((0.8, 0.4), 4) == pytest.approx(2.2 + 0.2 + 0.1)
+    assert acceptance_length((0.6, 0.9), 7) == pytest.approx(1 + 0.6 + 6 * 0.9)  # never more than is drafted
 
 
 def test_a_configuration_is_simulated_with_its_own_layout() -> None:
@@ -120,6 +121,13 @@ def test_a_configuration_is_simulated_with_its_own_layout() -> None:
     found = {choice.name: choice for choice in choices(replace(model, workload=step().workload), ACCEPTANCE)}
     assert found["plain"].step_speedup == 1.0
     assert 1 < found["k = 3"].step_speedup < found["k = 3"].generation_speedup < acceptance_length(ACCEPTANCE, 3)
+
+
+def test_a_drafter_is_simulated_with_its_own_vocabulary() -> None:
+    config = load_config(CONFIGS / "qwen3-8b-rl-zero.toml")
+    small, layer = config.updated(drafter={"draft_vocab_size": 2048}), load_config(CONFIGS / "mtp.toml")
+    sizes = [model_of(one, H100).engine.draft_vocab_size for one in (config, small, layer)]
+    assert sizes == [32000, 2048, model_shape(layer.model).vocab_size]
 
 
 def test_every_use_of_idle_time_is_simulated_with_and_without_drafts() -> None:

@@ -66,15 +66,17 @@ def model_of(
         )
     shape, teacher = model_shape(config.model), teacher_shape(config)
     taught = teacher.active_parameters / shape.active_parameters if teacher is not None else 0.0
+    drafter, method = config.drafter, config.speculation.draft_method
     engine = EngineModel(
         shape=shape,
         hardware=hardware,
         gpus=config.engine.tensor_parallel,
         is_fp8=config.precision.generation == "fp8",
+        draft_vocab_size=shape.vocab_size if method.is_policy_layer else drafter.draft_vocab_size,
     )
     responses = responses or Lengths(limit * MEDIAN_SHARE, SPREAD, limit)
-    drafter, copies = config.drafter, gpus / (policy.tensor_parallel * policy.pipeline_parallel)
-    learns = config.speculation.draft_method.has_weights and drafter.online_lr > 0
+    copies = gpus / (policy.tensor_parallel * policy.pipeline_parallel)
+    learns = method.has_weights and drafter.online_lr > 0
     return StepModel(
         engine=engine,
         gpus=gpus,

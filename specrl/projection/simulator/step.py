@@ -143,10 +143,10 @@ class Speculation:
 def acceptance_length(rates: Sequence[float], k: int) -> float:
     """The expected tokens per iteration with k drafts, given the shares accepted at positions 1, 2, ...
 
-    Beyond the last position, rates keep falling by the ratio of the last two.
+    Beyond the last position, rates keep falling by the ratio of the last two, or stay if they did not fall.
     """
     known = list(rates[:k])
-    factor = rates[-1] / rates[-2] if len(rates) > 1 else rates[-1]
+    factor = min(1.0, rates[-1] / rates[-2] if len(rates) > 1 else rates[-1])
     while len(known) < k:
         known.append(known[-1] * factor)
     return 1 + sum(known)
