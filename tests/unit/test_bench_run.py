@@ -193,6 +193,9 @@ def test_accuracy_is_compared_prompt_by_prompt_and_drawn_with_its_intervals(tmp_
     write_run_page(job, [plain, own])
     assert "(page-accuracy.svg)" in job.page.read_text()
     assert "both seed=3" in (tmp_path / "page-accuracy.svg").read_text()
+    write_scores(found[1].training.folder, 10, [found[1].curve[-1].model_copy(update={"measure": "of other prompts"})])
+    other = Results(found[1].training, 1).accuracy(found[0])
+    assert other["accuracy"] == own["accuracy"] and "p_value" not in other
 
 
 def test_cells_are_all_combinations_and_seeds_are_repetitions_with_a_baseline_each() -> None:

@@ -54,7 +54,8 @@ LEARNED = {
 }
 LEARNING = """
 *accuracy* is the final accuracy on the held-out prompts; *better, worse* counts the prompts on which it is above and
-below the baseline's; *p* is the p-value of the sign test between the two (McNemar's test if rewards are 0 or 1).
+below the baseline's, if both have the same prompts, sampling and scoring; *p* is the p-value of the sign test between
+the two (McNemar's test if rewards are 0 or 1).
 """
 PARTS = ("step_s", "generation_s", "policy_update_s", "drafter_update_s", "refit_s")
 SECONDS = {name: f"timing/{name}" for name in PARTS} | {"idle_s": "bubble/idle_s", "idle_used_s": "bubble/used_s"}

@@ -147,15 +147,16 @@ class Results:
         """
         if not self.curve or not baseline.curve:
             return {}
-        pairs = zip(self.curve[-1].prompt_accuracies, baseline.curve[-1].prompt_accuracies, strict=True)
-        signs = [np.sign(own - other) for own, other in pairs]
+        last, other = self.curve[-1], baseline.curve[-1]
+        by_step = [[score.step, score.accuracy, *score.ci["accuracy"]] for score in self.curve]
+        found: dict[str, Any] = {"accuracy": last.accuracy, "accuracy_by_step": by_step}
+        if last.measure != other.measure:  # of other prompts, or sampled or scored otherwise
+            return found
+        pairs = zip(last.prompt_accuracies, other.prompt_accuracies, strict=True)
+        signs = [np.sign(own - before) for own, before in pairs]
         better, worse = signs.count(1), signs.count(-1)
-        return {
-            "accuracy": self.curve[-1].accuracy,
-            "better_and_worse_prompts": [better, worse],
-            "p_value": float(binomtest(better, better + worse).pvalue) if better + worse else 1.0,
-            "accuracy_by_step": [[score.step, score.accuracy, *score.ci["accuracy"]] for score in self.curve],
-        }
+        p_value = float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
+        return found | {"better_and_worse_prompts": [better, worse], "p_value": p_value}
 
     def speedups(self, baseline: Results) -> dict[str, float]:
         def step_s(metrics: Metrics) -> float:
