@@ -11,14 +11,13 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from specrl.artifacts import PROMPTS_DIR, RESULT_FILE, Artifact, PrepareResult, TrainResult, write_json, write_result
+from specrl.artifacts import PROMPTS_DIR, RESULT_FILE, PrepareResult, TrainResult, write_json
 from specrl.bench.options import OPTIONS
 from specrl.config import Config, StageName, change_config
 from specrl.context import StageContext
@@ -45,24 +44,6 @@ class Subject:
         return self.stages["prepare"] / PROMPTS_DIR
 
 
-def find_subject(run_dir: Path, changes: Sequence[str] = ()) -> Subject:
-    """Find a finished run's policy and drafter; `changes` are `KEY=VALUE`, settings changed for the benchmark."""
-    trained, prepared = result_of(run_dir, "train", TrainResult), result_of(run_dir, "prepare", PrepareResult)
-    stages = find_stages(run_dir)
-    before: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate")
-    return Subject(
-        config=change_config(read_config(run_dir), list(changes)),
-        policy_dir=trained.policy_dir,
-        drafter_dir=trained.drafter_dir,
-        first_policy_dir=prepared.policy_dir,
-        stages={stage: stages[stage] for stage in before if stage in stages and (stages[stage] / RESULT_FILE).exists()},
-    )
-
-
-class BenchResult(Artifact):
-    seconds: float
-
-
 @dataclass(frozen=True)
 class BenchJob:
     name: str
@@ -79,8 +60,18 @@ class BenchJob:
 
     @property
     def subject(self) -> Subject:
+        """The measured run, with the changed settings; a ConfigError if it has not finished."""
         assert self.run_dir is not None
-        return find_subject(self.run_dir, self.changes)
+        trained = result_of(self.run_dir, "train", TrainResult)
+        before: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate")
+        stages = find_stages(self.run_dir)
+        return Subject(
+            config=change_config(read_config(self.run_dir), list(self.changes)),
+            policy_dir=trained.policy_dir,
+            drafter_dir=trained.drafter_dir,
+            first_policy_dir=result_of(self.run_dir, "prepare", PrepareResult).policy_dir,
+            stages={name: stages[name] for name in before if name in stages and (stages[name] / RESULT_FILE).exists()},
+        )
 
     def save(self, path: Path) -> None:
         write_json(path, asdict(self))
@@ -100,7 +91,7 @@ def main(context: StageContext) -> None:
     for name in OF_RANKS:
         os.environ.pop(name, None)
     BenchJob.load(context.stage_dir / JOB_FILE).run()
-    write_result(context.stage_dir, BenchResult(seconds=time.monotonic() - started))
+    write_json(context.stage_dir / RESULT_FILE, {"seconds": time.monotonic() - started})
 
 
 def say(text: str) -> None:

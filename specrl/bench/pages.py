@@ -58,16 +58,13 @@ def hardware(threads: int | None = None) -> str:
     """Describe this machine, and the versions of vLLM, torch and Megatron."""
     import torch
 
-    found = dict(reversed(list(whole_packages())))
+    found = whole_packages()
     packages = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    model = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    processor = model[1] if model else platform.machine()
     cores = f"{len(os.sched_getaffinity(0))} cores usable, threads: {threads or torch.get_num_threads()}"
-    return f"{_processor()}, {cores}, {machine_gib():.0f} GiB, {gpu}; {packages}"
-
-
-def _processor() -> str:
-    name = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return name[1] if name else platform.machine()
+    return f"{processor}, {cores}, {machine_gib():.0f} GiB, {gpu}; {packages}"
 
 
 class Spread(NamedTuple):

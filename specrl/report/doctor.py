@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from email import message_from_string
 from importlib.metadata import distributions
 from pathlib import Path
@@ -147,23 +147,24 @@ def read_pins(lock: Path) -> dict[str, str]:
     return {canonicalize_name(pin[1]): pin[2] for pin in pins if pin}
 
 
-def whole_packages() -> Iterator[tuple[str, str]]:
-    """The versions of the packages that Python would import.
+def whole_packages() -> dict[str, str]:
+    """The versions of the packages that Python would import, by canonical name.
 
     Folders with missing, truncated or binary metadata, which an interrupted pip leaves, are skipped.
     """
+    found: dict[str, str] = {}
     for package in distributions():
         with contextlib.suppress(ValueError):
             known = message_from_string(package.read_text("METADATA") or package.read_text("PKG-INFO") or "")
             if known["Name"] and known["Version"]:
-                yield known["Name"], known["Version"]
+                # Of duplicates, Python imports the first.
+                found.setdefault(canonicalize_name(known["Name"]), known["Version"])
+    return found
 
 
 def check_packages(lock: Path) -> Check:
     """Compare installed with locked versions, ignoring local version labels such as `+cpu`."""
-    pins, fix = read_pins(lock), f"make env LOCK=requirements/{lock.name}"
-    found = reversed(list(whole_packages()))  # of duplicates, Python imports the first
-    installed = {str(canonicalize_name(name)): version for name, version in found}
+    pins, installed, fix = read_pins(lock), whole_packages(), f"make env LOCK=requirements/{lock.name}"
     if missing := [name for name in pins if name not in installed and name not in DEVELOPERS]:
         return Check("packages", "fail", f"of {lock.name}, there is no {_some(missing)}", fix)
     other = [name for name, pin in pins.items() if installed.get(name, "").partition("+")[0] != pin.partition("+")[0]]
@@ -182,7 +183,7 @@ def _some(names: list[str]) -> str:
 
 def check_torch(site_packages: Path) -> list[Check]:
     """Report a torch built for another CUDA version than the lock's, which torch's version may not show."""
-    wanted, source = dict(whole_packages()).get("cuda-toolkit"), site_packages / "torch" / "version.py"
+    wanted, source = whole_packages().get("cuda-toolkit"), site_packages / "torch" / "version.py"
     if wanted is None or not source.is_file():
         return []
     found = re.search(r"^cuda\b.*= '([\d.]+)'", source.read_text(), re.MULTILINE)

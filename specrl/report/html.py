@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from jinja2 import Environment, FileSystemLoader
 
-from specrl.artifacts import SetScore, write_text
+from specrl.artifacts import write_text
 from specrl.lineage.history import changes_by_step
 from specrl.report.plots import embedded, gantt, histogram, line_chart
 from specrl.report.samples import clipped, page_samples
@@ -71,7 +71,12 @@ def _rollout_charts(stages: Mapping[str, Path]) -> list[Chart]:
 def _result_charts(found: Results) -> list[Chart]:
     charts = []
     if found.curve:
-        charts.append(Chart("Accuracy on held-out prompts, with 95 % confidence intervals", curve_chart(found.curve)))
+        series = {
+            name: [(score.step, score.accuracy, *score.ci["accuracy"]) for score in scores]
+            for name, scores in by_set(found.curve).items()
+        }
+        line = line_chart(series, "RL step", "accuracy")
+        charts.append(Chart("Accuracy on held-out prompts, with 95 % confidence intervals", line))
     if "train" in found.stages:
         charts += _bubble_charts(found.stages["train"] / "steps")
     if found.validate and found.validate.speed:
@@ -79,15 +84,6 @@ def _result_charts(found: Results) -> list[Chart]:
         line = line_chart({"": speedups}, "running batch", "tokens per second, relative to plain")
         charts.append(Chart("Speculative against plain generation, matched pairs", line))
     return charts
-
-
-def curve_chart(curve: Sequence[SetScore]) -> str:
-    """Draw the accuracy of each set over the RL steps, with its confidence interval as a band."""
-    series = {
-        name: [(score.step, score.accuracy, *score.ci["accuracy"]) for score in scores]
-        for name, scores in by_set(curve).items()
-    }
-    return line_chart(series, "RL step", "accuracy")
 
 
 def _bubble_charts(steps_dir: Path) -> list[Chart]:

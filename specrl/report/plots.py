@@ -135,7 +135,7 @@ def _draw_boxes(axes: Any, drawn: Sequence[tuple[int, Span]], start: float) -> d
     titles, labels = dict[str, str](), {span.name: span.name.replace("_", " ") for _, span in drawn}
     for place, span in drawn:
         left, width, name = span.started_at - start, span.ended_at - span.started_at, f"span-{len(titles)}"
-        titles[name] = f"{span.name}: {left:.2f} to {left + width:.2f} s"
+        titles[name] = f"<title>{escape(span.name)}: {left:.2f} to {left + width:.2f} s</title>"
         box = Rectangle((left, place - BOX / 2), width, BOX, color=SPAN_COLOURS[span.name], linewidth=0.5)
         # Only the first box of a kind gets a legend entry.
         box.set(gid=name, clip_on=False, label=labels.pop(span.name, None))
@@ -144,7 +144,7 @@ def _draw_boxes(axes: Any, drawn: Sequence[tuple[int, Span]], start: float) -> d
 
 
 def svg_of(figure: Any, titles: Mapping[str, str] | None = None) -> str:
-    """Return a figure as an SVG element, without date, creator or document type; `titles` are tooltips by `gid`."""
+    """A figure as an SVG element, without date, creator or document type; `titles` are `<title>` elements by `gid`."""
     text = StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(text, format="svg", metadata=nothing)
@@ -156,7 +156,7 @@ def svg_of(figure: Any, titles: Mapping[str, str] | None = None) -> str:
         f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img">'
     )
     # Group ids would not be unique on a page with several pictures.
-    body = re.sub(r'<g id="([^"]*)">', lambda match: f"<g>{_title((titles or {}).get(match[1]))}", body)
+    body = re.sub(r'<g id="([^"]*)">', lambda match: f"<g>{(titles or {}).get(match[1], '')}", body)
     return head + body
 
 
@@ -164,7 +164,3 @@ def embedded(svg: str) -> str:
     """Prepare an SVG element for an HTML page, which needs no XML namespaces."""
     head, mark, body = svg.partition(">")
     return re.sub(r' xmlns(:\w+)?="[^"]*"', "", head) + mark + body
-
-
-def _title(text: str | None) -> str:
-    return "" if text is None else f"<title>{escape(text)}</title>"

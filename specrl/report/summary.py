@@ -48,7 +48,6 @@ SOURCES = {
     "recent": "from recent rollouts",
     "continued": "the drafter's, continued by text",
 }
-"""Drafts of a user's own source go by its name."""
 POSITIONS_SHOWN = 8  # draft positions shown; `summary.json` has all
 FIRST = ("accuracy, held out", "reward, training", "acceptance length")  # of the description, with the speedups
 
@@ -383,7 +382,8 @@ def describe(run_dir: Path) -> str:
     if shown:  # MLflow's page shows three lines until it is expanded
         lines += [f"**{'; '.join(shown)}**", ""]
     if rows:
-        lines += ["| what | result |", "|---|---|", *(f"| {what} | {_cell(result)} |" for what, result in rows), ""]
+        cells = [f"| {what} | {result.replace('|', '\\|')} |" for what, result in rows]
+        lines += ["| what | result |", "|---|---|", *cells, ""]
     lines += ["Stages are runs nested below this one. Artifacts include `summary.json`, `report.html` and `logs/`."]
     if found.export is not None:
         names = [f"{config.name}-policy", *([f"{config.name}-drafter"] if found.export.drafter_dir else [])]
@@ -400,7 +400,3 @@ def headline(config: Config) -> str:
         f"{config.train.prompts_per_step} prompts x {config.train.samples_per_prompt} responses, drafts by "
         f"`{config.speculation.method}`."
     )
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
