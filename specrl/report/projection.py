@@ -17,22 +17,6 @@ from specrl.projection.simulator.step import StepModel
 from specrl.projection.traffic import Transfer
 from specrl.report.tables import print_line, print_table
 
-CHOICE_COLUMNS = (
-    "generation",
-    ">length",
-    ">generation, s",
-    ">idle",
-    ">idle time used",
-    ">update, s",
-    ">drafter, s",
-    ">refit, s",
-    ">step, s",
-    ">generation speedup",
-    ">step speedup",
-    ">hours",
-    ">GPU-hours",
-)
-
 
 def print_plan(plan: Plan, options: Mapping[StageName, str], console: Console | None = None) -> None:
     """Print tables of jobs, of each kind of memory by stage, and of a step's transfers, then the notes.
@@ -108,7 +92,8 @@ def _print_traffic(console: Console | None, plan: Plan) -> None:
 def print_choices(name: str, model: StepModel, rates: Sequence[float], num_steps: int) -> None:
     """Print the times and gains of each draft length and each use of idle time, and the assumptions."""
     title = f"Simulated steps of {name} on {model.gpus} {model.engine.hardware.name}, engines of {model.engine.gpus}"
-    print_table(title, CHOICE_COLUMNS, [_cells(item, model.gpus, num_steps) for item in choices(model, rates)])
+    found = [_cells(item, model.gpus, num_steps) for item in choices(model, rates)]
+    print_table(title, list(found[0]), [list(row.values()) for row in found])
     none, alone, together = ideas(model, rates)
     plain, best = (min(time.total for time in times.values()) for times in (none, alone))
     rows = []
@@ -121,39 +106,32 @@ def print_choices(name: str, model: StepModel, rates: Sequence[float], num_steps
         print_line(f"assumed: {line}")
 
 
-def _cells(choice: Choice, gpus: int, num_steps: int) -> tuple[str, ...]:
+def _cells(choice: Choice, gpus: int, num_steps: int) -> dict[str, str]:
     time, hours = choice.time, choice.time.total * num_steps / 3600
-    return (
-        choice.name,
-        f"{choice.speculation.acceptance_length:.2f}",
-        f"{time.generation:.1f}",
-        f"{time.idle_share:.0%}",
-        f"{time.used_share:.0%}",
-        f"{time.logprob + time.update:.1f}",
-        f"{time.drafter:.2f}",
-        f"{time.refit:.2f}",
-        f"{time.total:.1f}",
-        f"{choice.generation_speedup:.2f}",
-        f"{choice.step_speedup:.2f}",
-        f"{hours:.1f}",
-        f"{hours * gpus:,.0f}",
-    )
+    return {
+        "generation": choice.name,
+        ">length": f"{choice.speculation.acceptance_length:.2f}",
+        ">generation, s": f"{time.generation:.1f}",
+        ">idle": f"{time.idle_share:.0%}",
+        ">idle time used": f"{time.used_share:.0%}",
+        ">update, s": f"{time.logprob + time.update:.1f}",
+        ">drafter, s": f"{time.drafter:.2f}",
+        ">refit, s": f"{time.refit:.2f}",
+        ">step, s": f"{time.total:.1f}",
+        ">generation speedup": f"{choice.generation_speedup:.2f}",
+        ">step speedup": f"{choice.step_speedup:.2f}",
+        ">hours": f"{hours:.1f}",
+        ">GPU-hours": f"{hours * gpus:,.0f}",
+    }
 
 
 def print_published(rows: Sequence[PublishedRow]) -> None:
     """Print published and simulated figures, and the mean error of the predicted ones."""
     columns = ("setting", "quantity", ">published", ">simulated", ">ratio", "constants chosen on it")
-    cells = [
-        (
-            row.setting,
-            row.quantity,
-            f"{row.published:.2f}",
-            f"{row.predicted:.2f}",
-            f"{row.ratio:.2f}",
-            "yes" if row.chosen_on else "no",
-        )
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        figures = (f"{figure:.2f}" for figure in (row.published, row.predicted, row.ratio))
+        cells.append((row.setting, row.quantity, *figures, "yes" if row.chosen_on else "no"))
     print_table("Published results (arXiv:2604.26779) and the simulator", columns, cells)
     by_k = f"k = 3: {mean_error(rows, (3,)):.0%}; k = 5 and 7: {mean_error(rows, (5, 7)):.0%}"
     print_line(f"mean absolute error of the rows that are predicted: {mean_error(rows):.0%} ({by_k})")

@@ -18,19 +18,8 @@ from specrl.report.results import find_stages, readable
 from specrl.report.tables import print_line
 from specrl.schemas import ROLLOUT_SCHEMA
 
-COLUMNS = (
-    "step",
-    "prompt_id",
-    "sample",
-    "prompt_tokens",
-    "response_tokens",
-    "turns",
-    "response",
-    "answer",
-    "reward",
-    "reward_parts",
-    "finish_reason",
-)
+COLUMNS: tuple[str, ...] = ("step", "prompt_id", "sample", "prompt_tokens", "response_tokens", "turns", "response")
+COLUMNS += ("answer", "reward", "reward_parts", "finish_reason")
 PAGE_STEPS = 30  # steps whose samples the report page shows
 PAGE_CHARACTERS = 4000  # characters of the longest text on the report page
 
