@@ -62,9 +62,7 @@ _DEFINITIONS = (
         "1 (the bonus token) + accepted tokens over drafts, except tokens that were read ahead.",
         "higher",
     ),
-    Metric(
-        "spec/acceptance_rate_pos_I", "", "Tokens accepted at position I (from 1) over drafts of at least I tokens."
-    ),
+    Metric("spec/acceptance_rate_pos_I", "", "Tokens accepted at position I over drafts of at least I tokens."),
     Metric("spec/own_draft_tokens", "tokens", "The part of spec/num_draft_tokens that was read ahead of decoding."),
     Metric("spec/own_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens that was read ahead."),
     Metric("spec/replay_draft_tokens", "tokens", "The part of spec/num_draft_tokens that came from stored text."),
@@ -91,9 +89,7 @@ _DEFINITIONS = (
         "Mean over tokens of exp(|log p_training - log p_generation|); 1 is perfect agreement.",
         "lower",
     ),
-    Metric(
-        "mismatch/bulk_error", "", "token_mult_prob_error without the largest thousandth of its terms; it is gated."
-    ),
+    Metric("mismatch/bulk_error", "", "token_mult_prob_error without the largest thousandth of its terms; gated."),
     Metric("mismatch/kl", "nats/token", "KL(generation || training), k3 estimate on the sampled tokens.", "lower"),
     Metric("mismatch/js", "nats/token", "Jensen-Shannon divergence of the engines, estimated on the sampled tokens."),
     Metric("mismatch/importance_ratio_max", "", "Largest p_training / p_generation of a sampled token."),
@@ -109,9 +105,7 @@ _DEFINITIONS = (
     Metric("reward/mean", "", "Mean reward of the step's responses.", "higher"),
     Metric("reward/std", "", "Standard deviation of the reward over the step's responses."),
     Metric("reward/zero_std_fraction", "", "Share of the groups whose rewards are all equal: they carry no signal."),
-    Metric(
-        "reward/failures", "responses", "Responses that made the reward fail; they count as data.reward_on_failure."
-    ),
+    Metric("reward/failures", "responses", "Responses whose reward failed; they count as data.reward_on_failure."),
     Metric("reward/overlong_penalty", "", "Mean of what train.overlong_window adds; reward/mean does not include it."),
     Metric("rollout/refill_rounds", "", "How often other prompts were asked in place of groups without signal."),
     Metric("rollout/dropped_groups", "groups", "Groups that were sampled but left out of the update and its mean."),
@@ -134,9 +128,7 @@ _DEFINITIONS = (
     ),
     Metric("policy/lr", "", "Learning rate of the update, mean over the step's updates."),
     Metric("policy/real_token_share", "", "Share of the tokens in training passes that are not padding."),
-    Metric(
-        "policy/shared_token_share", "", "Share of the trained tokens not computed, because responses share a prompt."
-    ),
+    Metric("policy/shared_token_share", "", "Share of trained tokens not computed, because responses share a prompt."),
     Metric(
         "drafter/loss",
         "",
@@ -166,9 +158,7 @@ _DEFINITIONS = (
     Metric("refit/max_abs_logprob_diff", "nats", "Largest |log p_engine - log p_trainer| on the parity probe."),
     Metric("refit/mean_abs_logprob_diff", "nats", "Mean |log p_engine - log p_trainer| on the parity probe."),
     Metric("refit/probe_acceptance_length", "tokens", "Acceptance length on the drafter's fixed probe, where it ran."),
-    Metric(
-        "refit/drafter_reloads", "", "1 where the drafter had collapsed and its last good version was loaded, else 0."
-    ),
+    Metric("refit/drafter_reloads", "", "1 if the drafter had collapsed and its last good version was loaded, else 0."),
     Metric("refit/speculating", "", "1 if the engine drafts, 0 if it does not, or no longer does."),
     Metric("warm_start/loss", "nats/token", "Cross-entropy of the demonstrations in `prepare`."),
     Metric("warm_start/grad_norm", "", "Global gradient norm before clipping."),
