@@ -14,7 +14,6 @@ from specrl.lineage.revision import config_changes
 SECTIONS_OF_TRAINING = (*SECTIONS["train"], "validate", "resources", "stage_resources")
 """The sections that a training may vary; all cells share the earlier stages of the finished run."""
 SEED = "seed"
-LENGTHS = ("speculation.k", "speculation.replay_k")
 BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
@@ -33,11 +32,6 @@ class Cell:
     def seed(self) -> str:
         """Empty for the run's own seed; another seed makes the training a repetition of its cell."""
         return self.values.get(SEED, "")
-
-    @property
-    def family(self) -> list[str]:
-        """Its changes other than draft lengths; cells that share them form a family."""
-        return sorted(f"{key}={value}" for key, value in self.values.items() if key not in LENGTHS)
 
     @property
     def label(self) -> str:

@@ -411,8 +411,8 @@ def test_the_simulator_needs_as_many_decoding_steps(runs: Path) -> None:
         for row in read_folder(runs / "none" / "train-toy" / "rollouts" / f"step={record['step']:06d}"):
             length = len(row.response_tokens)
             pace = length / max(1, length - row.num_accepted_tokens)
-            shares.setdefault(row.rank, []).append(SimulatedResponse(row.prompt_id, length, (pace,), row.sample))
-        speed = DecodingSpeed((lambda running, generated: 1.0,))
+            shares.setdefault(row.rank, []).append(SimulatedResponse(row.prompt_id, length, pace, row.sample))
+        speed = DecodingSpeed(lambda running, generated: 1.0)
         simulated.append(simulate([list(shares.values())], speed, "none", most_running=16)[0].iterations)
     measured = sum(record["metrics"]["spec/decode_steps"] for record in records)
     assert sum(simulated) == pytest.approx(measured, rel=0.1)

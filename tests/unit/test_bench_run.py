@@ -22,7 +22,7 @@ from specrl.bench.job import BenchJob
 from specrl.bench.options import RunOptions
 from specrl.bench.run import rank
 from specrl.bench.run.main import check_memory, fitting
-from specrl.bench.run.page import by_batch, with_idle_time, write_run_page
+from specrl.bench.run.page import with_idle_time, write_run_page
 from specrl.bench.run.results import Results
 from specrl.bench.run.trainings import CONTEXT_FILE, Training
 from specrl.config import Config, ConfigError, change_config, parse_config
@@ -109,31 +109,6 @@ def test_idle_time_is_simulated_for_cells_that_draft_from_text_and_used_none(tmp
     busy = text.training.context.config.model_copy(update={"bubbles": BubblesConfig(use="pregenerate")})
     context = replace(text.training.context, config=busy)
     assert Results(replace(text.training, context=context), 1).projected() == {}
-
-
-def test_cells_that_differ_in_draft_length_are_a_family_with_a_length_by_batch(tmp_path: Path) -> None:
-    settings = {
-        "none": ({"method": "none", "k": 0}, 0),
-        "all, 3 tokens": ({"method": "replay", "replay_k": 3, "adaptive": False}, 1),
-        "all, 7 tokens": ({"method": "replay", "replay_k": 7, "adaptive": False}, 2),
-        "chosen here": ({"method": "replay", "replay_k": 7}, 2),
-        "other": ({"method": "eagle3", "k": 3, "adaptive": False}, 1),
-    }
-    rows = []
-    for name, (speculation, accepted) in settings.items():
-        changes = [f"speculation.{key}={value}" for key, value in speculation.items()]
-        made = make_results(tmp_path, name, PLAIN_S, accepted=accepted)
-        results = with_settings(made, Cell(name, (*changes, "seed=3")), **speculation)
-        # As it is after a job has saved it.
-        rows.append(json.loads(json.dumps({"cell": name, "seed": "3", **results.projected()})))
-    assert [row["family"] is None for row in rows] == [True, False, False, True, False]
-    both, other = by_batch(rows)
-    assert (both["cell"], other["cell"], both["seed"]) == ("all, length by batch", "other, length by batch", "3")
-    for name in (name for name in rows[0] if name.startswith("step_")):
-        assert both[name][0] >= max(row[name][0] for row in rows[:3]) * (1 - 1e-9)
-        assert other[name][0] >= rows[4][name][0] * (1 - 1e-9)
-    alone = by_batch([{**rows[1], "cell": name} for name in ("k=1", "k=2")])
-    assert [row["cell"] for row in alone] == ["length by batch"]
 
 
 def test_padding_counts_as_drafted_and_text_is_told_apart_by_its_source(tmp_path: Path) -> None:

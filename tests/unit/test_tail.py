@@ -19,11 +19,11 @@ def curve(running: int, generated: float) -> float:
     return min(1.0 + (running - 1) / 2, 2.0)
 
 
-SPEED = DecodingSpeed((curve,))
+SPEED = DecodingSpeed(curve)
 
 
 def make(*lengths: int, pace: float = 1.0) -> list[SimulatedResponse]:
-    return [SimulatedResponse(prompt, length, (pace,)) for prompt, length in enumerate(lengths)]
+    return [SimulatedResponse(prompt, length, pace) for prompt, length in enumerate(lengths)]
 
 
 def test_decoding_slows_down_less_and_less_as_responses_end() -> None:
@@ -40,7 +40,7 @@ def test_stored_text_and_drafts_save_iterations_and_waiting_responses_wait() -> 
 
 
 def test_text_is_read_until_it_differs_and_as_much_again_at_most() -> None:
-    speed = DecodingSpeed((curve,), read_s=0.1, carried=200)
+    speed = DecodingSpeed(curve, read_s=0.1, carried=200)
     work = decode(make(800), [700], speed, 8)
     assert work.iterations == pytest.approx(600) and work.seconds == pytest.approx(600 + 40)
     work = decode(make(800), [300], speed, 8)
@@ -62,35 +62,9 @@ def test_a_limit_leaves_responses_unfinished() -> None:
     assert work.tokens == pytest.approx([4, 4])
 
 
-def plain_s(running: int, _: float) -> float:
-    return float(running)
-
-
-def drafting_s(running: int, _: float) -> float:
-    return 1.5 * running**2  # with two tokens an iteration the better one for a single response
-
-
-def test_nothing_is_drafted_for_those_that_drafts_bring_little() -> None:
-    responses = [SimulatedResponse(0, 10, (1.0, 2.0)), SimulatedResponse(1, 30, (1.0, 1.2))]
-    assert decode(responses, [0, 0], DecodingSpeed((plain_s, drafting_s)), most_running=1).seconds == pytest.approx(
-        10 / 2 * 1.5 + 30
-    )
-
-
-def test_the_draft_length_follows_the_number_of_running_responses() -> None:
-    responses = [SimulatedResponse(prompt, length, (1.0, 2.0)) for prompt, length in enumerate((10, 30, 50))]
-    speed = DecodingSpeed((plain_s, drafting_s))
-    work = decode(responses, [0, 0, 0], speed, most_running=8)
-    assert work.seconds == pytest.approx(10 * 3 + 20 * 2 + 10 * 1.5)  # two tokens an iteration
-    assert work.iterations == pytest.approx(10 + 20 + 10) and work.tokens == [10, 30, 50]
-    stopped = decode(responses, [0, 0, 0], speed, most_running=8, limit=30 + 40 + 7.5)
-    assert stopped.tokens == pytest.approx([10, 30, 40])
-    assert decode(responses, [0, 0, 0], speed, most_running=1).seconds == pytest.approx(90 / 2 * 1.5)
-
-
 def make_steps(count: int) -> list[list[list[SimulatedResponse]]]:
-    long = [SimulatedResponse(0, 100, (1.0,), sample=0), SimulatedResponse(0, 90, (1.0,), sample=1)]
-    short = [SimulatedResponse(1, 10, (1.0,), sample=0), SimulatedResponse(1, 14, (1.0,), sample=1)]
+    long = [SimulatedResponse(0, 100, 1.0, sample=0), SimulatedResponse(0, 90, 1.0, sample=1)]
+    short = [SimulatedResponse(1, 10, 1.0, sample=0), SimulatedResponse(1, 14, 1.0, sample=1)]
     return [[long, short] for _ in range(count)]
 
 
@@ -137,12 +111,12 @@ def test_engines_wait_less_where_responses_to_one_prompt_go_to_different_ones() 
 
 def test_an_engine_reads_each_of_its_prompts_once() -> None:
     speed = replace(SPEED, read_s=0.1, prompt_tokens=50)
-    twice = [SimulatedResponse(0, 10, (1.0,), sample) for sample in range(2)]
+    twice = [SimulatedResponse(0, 10, 1.0, sample) for sample in range(2)]
     assert decode(twice, [0, 0], speed, 8).seconds - decode(twice, [0, 0], SPEED, 8).seconds == pytest.approx(5)
 
 
 def test_both_pregenerates_and_uses_the_rest_of_a_bubble() -> None:
-    steps = [[[SimulatedResponse(0, 100, (1.0,))], [SimulatedResponse(1, 20, (1.0,))]] for _ in range(2)]
+    steps = [[[SimulatedResponse(0, 100, 1.0)], [SimulatedResponse(1, 20, 1.0)]] for _ in range(2)]
     alone, both = (simulate(steps, SPEED, use, 8)[0] for use in ("pregenerate", "both"))
     assert both.stored == alone.stored and sum(both.stored.values()) > 0
     assert both.used_s == both.idle_s == alone.idle_s
@@ -150,7 +124,7 @@ def test_both_pregenerates_and_uses_the_rest_of_a_bubble() -> None:
 
 @pytest.mark.parametrize("limit", [0.1, 1 / 3, 0.7, 2 / 3 + 1e-12])
 def test_a_limit_is_reached_however_it_is_rounded(limit: float) -> None:
-    speed = DecodingSpeed((lambda running, _: 0.1 / 3 + (0.7 / 9 - 0.1 / 3) * (running - 1) / 2,))
+    speed = DecodingSpeed(lambda running, _: 0.1 / 3 + (0.7 / 9 - 0.1 / 3) * (running - 1) / 2)
     work = decode(make(10, 20, 30, pace=1.1), [0, 0, 0], speed, 8, limit=limit)
     assert work.seconds == limit
 
@@ -172,7 +146,7 @@ def test_a_run_is_simulated_with_its_own_lengths_and_acceptance(tmp_path: Path) 
     assert sorted(set(run.groups)) == [(Drawn(12, 0.5 / usual),) * 2, (Drawn(30, 2.0 / usual),) * 2]
     [groups] = Workload(5, 3, run).draw(1, seed=0)
     assert len(groups) == 5 and all(len(group) == 3 and set(group) <= set(sum(run.groups, ())) for group in groups)
-    paces = {item.length: item.paces[0] for share in dealt(run.groups, 2, 3, 2.0) for item in share}
+    paces = {item.length: item.pace for share in dealt(run.groups, 2, 3, 2.0) for item in share}
     assert paces == pytest.approx({12: 1.375, 30: 2.5})
     with pytest.raises(ValueError, match="has not trained yet"):
         MeasuredRun.read(tmp_path / "nothing", tmp_path / "rollouts")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specrl.artifacts import write_text
@@ -36,10 +35,9 @@ SCALED = """
 Per response token of the counted steps: *iterations* of the engine that needed the most, *drafted* positions including
 padding, and *passes* of the drafter; then the accepted share of the tokens drafted from *stored* and from *recent*
 text. From these counts, the speedup of a step of Qwen3-8B on H100 GPUs over plain decoding is projected, epoch by
-epoch. Response lengths are sampled, and responses end one after the other. A row *length by batch* stands for cells
-that differ only in `speculation.k` and `speculation.replay_k`: the engine drafts as one of them does, or not at all,
-whichever generates the most tokens per second. Cells that draft from text generated in idle time are not projected,
-because its amount depends on the idle time of the ranks measured here. `specrl project` prints the assumptions.
+epoch. Response lengths are sampled, and responses end one after the other. Cells that draft from text generated in
+idle time are not projected, because its amount depends on the idle time of the ranks measured here. `specrl project`
+prints the assumptions.
 """
 IDLE = """
 The same steps with idle time used, simulated for that many engines: engines that have finished generate text for the
@@ -70,7 +68,7 @@ def write_run_page(job: BenchJob, rows: Rows, failed: Mapping[str, str] | None =
             order=IN_TURN if any("step_ratio" in row for row in rows) else APART,
         ),
         table(rows, NAMES | SPEED),
-        SCALED + "\n" + table([*rows, *by_batch(rows)], NAMES | ON_GPUS),
+        SCALED + "\n" + table(rows, NAMES | ON_GPUS),
         *([IDLE + "\n" + table(idle, NAMES | titled("agrees") | STEPS)] if (idle := with_idle_time(rows)) else []),
         "\n\n".join(["## What was learned", LEARNING.strip(), table(rows, NAMES | LEARNED), *_curves(job, rows)]),
         "## Where the time goes\n\nMedians of the counted steps, and the start:\n\n"
@@ -97,16 +95,14 @@ def _curves(job: BenchJob, rows: Rows) -> list[str]:
     return [f"![Accuracy on held-out prompts by RL step, with its 95 % intervals]({picture.name})"]
 
 
-def on_gpus(
-    epochs: Iterable[Sequence[DraftCounts]], drafter_updates: float, carried: float = 0.0
-) -> dict[str, list[float]]:
+def on_gpus(epochs: Sequence[DraftCounts], drafter_updates: float, carried: float = 0.0) -> dict[str, list[float]]:
     """Make the columns of projected speedups by epoch; the arguments are those of `step_seconds`."""
-    lengths = [tuple(epoch) for epoch in epochs]
     found = {}
     for gpus in GPUS:
-        plain_s = step_seconds((DraftCounts(),), gpus)
-        seconds = [step_seconds(one, gpus, drafter_updates, carried) for one in lengths]
-        found[f"step_{gpus}_gpus_by_epoch"] = [plain_s / step for step in seconds]
+        plain_s = step_seconds(DraftCounts(), gpus)
+        found[f"step_{gpus}_gpus_by_epoch"] = [
+            plain_s / step_seconds(epoch, gpus, drafter_updates, carried) for epoch in epochs
+        ]
     return found
 
 
@@ -118,28 +114,3 @@ def with_idle_time(rows: Rows) -> list[dict[str, Any]]:
         for row in rows
         for agrees, columns in row.get("with_idle_time", {}).items()
     ]
-
-
-def by_batch(rows: Rows) -> list[dict[str, Any]]:
-    """Make a row for each family of cells that differ only in draft length, as if an engine chose between them.
-
-    The engine may also draft nothing. Cells whose draft length was already adaptive belong to no family.
-    """
-    families: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if row.get("family") is not None:
-            families.setdefault(tuple(row["family"]), []).append(row)
-    return [_family(members) for members in families.values()]
-
-
-def _family(rows: Rows) -> dict[str, Any]:
-    found = [[DraftCounts(**one | {"paces": tuple(one["paces"])}) for one in row["drafts_by_epoch"]] for row in rows]
-    epochs = ((epoch[0].undrafted, *epoch) for epoch in zip(*found, strict=True))
-    seed = {name: rows[0][name] for name in ("seed",) if name in rows[0]}
-    return {"cell": _name(rows), **seed, **on_gpus(epochs, rows[0]["drafter_updates"])}
-
-
-def _name(rows: Rows) -> str:
-    words = zip(*([word.strip(",") for word in row["cell"].split()] for row in rows), strict=False)
-    common = " ".join(alike[0] for alike in takewhile(lambda alike: len(set(alike)) == 1, words))
-    return ", ".join(filter(None, (common, "length by batch")))

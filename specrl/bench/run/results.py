@@ -176,7 +176,7 @@ class Results:
         amount depends on these ranks (`with_idle_time` simulates it for more engines).
         """
         config = self.training.context.config
-        speculation, method = config.speculation, config.speculation.draft_method
+        method = config.speculation.draft_method
         if method.model == "draft_model" or config.bubbles.pregenerates:
             return {}
         problems, prompts = config.data.num_problems, config.train.prompts_per_step
@@ -186,11 +186,9 @@ class Results:
         updates = (method.has_weights and config.drafter.online_lr > 0) / config.drafter.update_every
         idle = {}
         if method.replays:
-            idle = {agrees: on_gpus([[one] for one in drafts], updates, tokens) for agrees, tokens in AGREES.items()}
+            idle = {agrees: on_gpus(drafts, updates, tokens) for agrees, tokens in AGREES.items()}
         return {
-            "family": self.training.cell.family if method.drafts and not speculation.adaptive else None,
             "drafts_by_epoch": [asdict(one) for one in drafts],
-            "drafter_updates": updates,
-            **on_gpus([[one] for one in drafts], updates),
+            **on_gpus(drafts, updates),
             "with_idle_time": idle,
         }

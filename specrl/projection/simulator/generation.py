@@ -24,17 +24,10 @@ Seconds = Callable[[int, float], float]
 
 @dataclass(frozen=True)
 class DecodingSpeed:
-    lengths: tuple[Seconds, ...]  # per iteration, by draft length; at least one
+    seconds: Seconds
     read_s: float = 0.0  # per token of stored text that is verified ahead
     carried: float = float("inf")  # tokens for which a response agrees with its stored text, if both are that long
     prompt_tokens: float = 0.0  # of each prompt, which an engine reads once
-
-    def best(self, running: int, generated: float, tokens: Sequence[float]) -> int:
-        """The index of the draft length with the most tokens per second, given the tokens per iteration of each."""
-        if len(self.lengths) == 1:
-            return 0
-        costs = [seconds(running, generated) / count for seconds, count in zip(self.lengths, tokens, strict=True)]
-        return costs.index(min(costs))
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ class SimulatedResponse:
 
     prompt: int
     length: int
-    paces: tuple[float, ...]  # tokens per iteration, by draft length
+    pace: float  # tokens per iteration
     sample: int = 0  # index among the responses to its prompt
 
 
@@ -83,49 +76,29 @@ def decode(
     now = speed.read_s * (sum(read) + speed.prompt_tokens * len({item.prompt for item in responses}))
     waiting = list(range(len(responses)))[::-1]
     running: list[tuple[float, int]] = []  # (iteration at which the response is finished, its index)
-    since = [0.0] * len(responses)  # the iteration up to which `tokens` counts a response
-    number = 0  # of the draft length
-    iterations = generated = 0.0
-    together = [0.0] * len(speed.lengths)  # tokens per iteration of all running requests, by draft length
-
-    def add(index: int, sign: int) -> None:
-        for length, pace in enumerate(responses[index].paces):
-            together[length] += sign * pace
-
-    def ends(index: int) -> float:
-        return iterations + (responses[index].length - tokens[index]) / responses[index].paces[number]
-
-    def count_tokens() -> None:
-        for _, index in running:
-            tokens[index] += responses[index].paces[number] * (iterations - since[index])
-            since[index] = iterations
-
+    since = [0.0] * len(responses)  # the iteration at which a response began
+    iterations = generated = together = 0.0  # `together`: tokens per iteration of all running requests
     while (waiting or running) and now < limit:
         while waiting and len(running) < most_running:
             index = waiting.pop()
-            add(index, 1)
+            response = responses[index]
             since[index] = iterations
+            together += response.pace
             generated += tokens[index]
-            heapq.heappush(running, (ends(index), index))
-        best = speed.best(len(running), generated / len(running), together)
-        if best != number:
-            count_tokens()
-            number, indices = best, [index for _, index in running]
-            running = [(ends(index), index) for index in indices]
-            heapq.heapify(running)
+            heapq.heappush(running, (iterations + (response.length - tokens[index]) / response.pace, index))
         ahead = running[0][0] - iterations
-        pace = together[number]
-        seconds = speed.lengths[number](len(running), (generated + pace * ahead / 2) / len(running))
+        seconds = speed.seconds(len(running), (generated + together * ahead / 2) / len(running))
         if now + ahead * seconds >= limit:  # the limit itself: rounding may keep the sum below it for ever
             now, iterations = limit, iterations + (limit - now) / seconds
             break
-        now, iterations, generated = now + ahead * seconds, running[0][0], generated + pace * ahead
+        now, iterations, generated = now + ahead * seconds, running[0][0], generated + together * ahead
         while running and running[0][0] <= iterations + 1e-9:
             _, index = heapq.heappop(running)
             tokens[index] = responses[index].length
-            add(index, -1)
+            together -= responses[index].pace
             generated -= responses[index].length
-    count_tokens()
+    for _, index in running:
+        tokens[index] += responses[index].pace * (iterations - since[index])
     return Decoding(now, iterations, tokens)
 
 

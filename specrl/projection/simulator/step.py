@@ -124,7 +124,7 @@ def dealt(
 
     def response(prompt: int, sample: int, item: Drawn) -> SimulatedResponse:
         own = min(1 + item.gain * (pace - 1), max(k + 1.0, pace))
-        return SimulatedResponse(prompt, item.tokens, (own,), sample)
+        return SimulatedResponse(prompt, item.tokens, own, sample)
 
     made = [[response(prompt, *item) for item in enumerate(group)] for prompt, group in enumerate(groups)]
     units = made if whole_groups else [[one] for group in made for one in group]
@@ -191,7 +191,7 @@ class StepModel:
 
     def step(self, speculation: Speculation) -> StepTime:
         engine, steps = self.engine, self.dealt(speculation.k, speculation.acceptance_length)
-        speed = DecodingSpeed((replace(engine, k=speculation.k).at,), engine.row_s, AGREES, engine.prompt_tokens)
+        speed = DecodingSpeed(replace(engine, k=speculation.k).at, engine.row_s, AGREES, engine.prompt_tokens)
         learns = speculation.k > 0 and speculation.bubbles in ("none", "pregenerate")  # else it learns in idle time
         drafter_s = self.drafter_updates * self.drafter_s(self.engine) if learns else 0.0
         return self.time(steps, speed, speculation.bubbles, drafter_s=drafter_s)
