@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
-from specrl.processes import LOOPBACK, free_port, start_helper
+from specrl.processes import LOOPBACK, free_port, last_line, start_helper
 
 
 class Workers:
@@ -56,8 +56,8 @@ class Workers:
         except (EOFError, OSError):
             process, name, log = self._started[connection]
             killed = process.wait() == -signal.SIGKILL
-            why = " (it was killed, as Linux does where memory is short)" if killed else ""
-            raise RuntimeError(f"{name} ended before its step{why}; log: {log}") from None
+            why = "it was killed, as Linux does where memory is short" if killed else last_line(log)
+            raise RuntimeError(f"{name} ended before its step: {why}; log: {log}") from None
 
     def __enter__(self) -> Self:
         return self
