@@ -155,6 +155,9 @@ class Engine(VllmEngine):
                 rollouts. A probe repeats its requests, and would find its own earlier responses.
             learn: Whether the choice of drafts learns from this generation.
             routes: Whether to return the experts to which the tokens were routed, if the policy has experts.
+
+        Raises:
+            ValueError: A prompt leaves no room for a token within `model.max_length`.
         """
         started = time.perf_counter()
         responses: dict[int, Response] = {}
