@@ -35,7 +35,7 @@ KERNEL = """
 __global__ void kernel(const __nv_fp8_e4m3* x, __nv_bfloat16* y) { y[0] = __nv_bfloat16(float(x[0])); }
 """
 SYSTEM_CUDA = "/usr/local/cuda"  # DeepGEMM's last resort
-PROBE_SECONDS = 20  # for the driver and the compiler to answer
+PROBE_SECONDS = 20  # for the compiler to answer
 Version = tuple[int, ...]
 
 
@@ -244,10 +244,8 @@ def _driver_cuda() -> Version | None:
 
 def _driver_release() -> str | None:
     path = Path("/proc/driver/nvidia/version")
-    if path.is_file() and (found := re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", path.read_text())):
-        return found[1]
-    line = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", seconds=PROBE_SECONDS)
-    return line.splitlines()[0] if line else None
+    found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", path.read_text()) if path.is_file() else None
+    return found[1] if found else None
 
 
 def find_nvcc() -> tuple[Version | None, str | None]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from specrl.distributed import Ranks, sum_arrays
 
@@ -21,7 +20,6 @@ LARGE_RATIO = 2.0  # above it `mismatch/truncated_fraction` counts, and `tis` tr
 
 OCTAVES, PER_OCTAVE = (-30, 6), 64
 """The bins of |log r| go from 2**-30 to 2**6; smaller values are in a bin around 0, larger ones in the last."""
-MANTISSA_BITS, EXPONENT_BIAS = 52, 1023
 NUM_BINS = (OCTAVES[1] - OCTAVES[0]) * PER_OCTAVE
 TOKENS, NOT_NUMBERS, MULT_ERROR, KL, JS, LARGE = range(6)
 """Places in `MismatchSums.totals`: tokens, those whose log r is NaN, the sums of exp(|log r|) and of the terms of KL
@@ -52,7 +50,7 @@ class MismatchSums:
         log_mean = (excess / 2).log1p()  # log((1 + r) / 2)
         js = (0.5 * ((excess + 1) * (x - log_mean) - log_mean)).clamp(min=0)
         counted = ((excess - x).sum(), js.sum(), (x > math.log(LARGE_RATIO)).sum())
-        bins = _bins(x).numpy()
+        bins = ((x.abs().log2() - OCTAVES[0]) * PER_OCTAVE + 1).clamp(0, NUM_BINS).nan_to_num(0).long().numpy()
         return cls(
             totals=np.array([len(x), float(x.isnan().sum()), float(error.sum()), *map(float, counted)], np.float64),
             counts=np.bincount(bins, minlength=NUM_BINS + 1).astype(np.float64),
@@ -142,9 +140,3 @@ class MismatchSums:
 
     def _mean(self, place: int) -> float:
         return float(self.totals[place] / self.totals[TOKENS])
-
-
-def _bins(log_r: Tensor) -> Tensor:
-    # The bits of a float64 are its exponent and then its mantissa, so that its leading bits number the bins.
-    bits = log_r.abs().view(torch.int64) >> (MANTISSA_BITS - PER_OCTAVE.bit_length() + 1)
-    return (bits - (EXPONENT_BIAS + OCTAVES[0]) * PER_OCTAVE + 1).clamp(0, NUM_BINS)

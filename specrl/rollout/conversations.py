@@ -53,13 +53,8 @@ class Conversation:
         return RewardFailure(shortened(self.prompt.text), shortened(self.texts[-1]), self.prompt.unopened)
 
     def request(self, seed: int) -> Request:
-        if not self.turns:
-            return self.first
-        tokens = self.tokens
-        prompt_tokens = [*self.first.prompt_tokens, *tokens]
-        return replace(
-            self.first, prompt_tokens=prompt_tokens, seed=seed, max_tokens=self.first.max_tokens - len(tokens)
-        )
+        tokens, left = self.tokens, self.first.max_tokens - len(self.tokens)
+        return replace(self.first, prompt_tokens=[*self.first.prompt_tokens, *tokens], seed=seed, max_tokens=left)
 
     def hear(self, answer: Turn | RewardFailure, rendering: Rendering, max_turns: int) -> None:
         """Process the environment's reply to the last turn.
@@ -160,7 +155,7 @@ def converse(
 
     Args:
         rewards: The processes of the environment, on the engine's first rank.
-        seed_of: The seed of a turn, given the indices of conversation and turn; that of turn 0 is in its request.
+        seed_of: The seed of a turn, given the indices of conversation and turn.
         options: Further arguments of `Engine.generate`.
     """
     rendering, max_turns = Rendering(config, engine.tokenizer), config.environment.max_turns

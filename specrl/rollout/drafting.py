@@ -109,31 +109,26 @@ class Drafting:
 
     def _measure(self) -> None:
         self._is_measured = True
-        pairs = [(batch, k) for batch, k in self.costs.to_measure() if batch == 1 or batch * (k + 1) <= MOST_ROWS]
-        for batch in sorted({batch for batch, _ in pairs}):
-            self._text.drafts.begin(())
-            for seed in range(batch):
-                request = Request([0], seed, max_tokens=self._max_length, temperature=1.0)
-                self._engine.add(request.prompt_tokens, generation_params(request, self._max_length, []))
-            for k in sorted(k for of, k in pairs if of == batch):
-                seconds = self._measure_iterations(batch, k)
-                if seconds is not None:
-                    self.costs.measure(batch, k, *self._engine.agreed(seconds))
-            self._engine.end()
+        for batch, k in self.costs.to_measure():
+            if batch == 1 or batch * (k + 1) <= MOST_ROWS:
+                self._measure_length(batch, k)
 
-    def _measure_iterations(self, batch: int, k: int) -> float | None:
+    def _measure_length(self, batch: int, k: int) -> None:
+        self._text.drafts.begin(())
         self._engine.draft_up_to([k] * (self._max_batch + 1))
+        # Each length has requests of its own: drafts that are always right soon fill a short context.
+        for seed in range(batch):
+            request = Request([0], seed, max_tokens=self._max_length, temperature=1.0)
+            self._engine.add(request.prompt_tokens, generation_params(request, self._max_length, []))
         seconds: list[float] = []
-        skipped = 0
-        while len(seconds) < MEASURED and self._engine.num_running == batch:
+        while len(seconds) < SETTLING + MEASURED and self._engine.num_running == batch:
             started = time.perf_counter()
             self._engine.step()
-            iteration = self._engine.last
-            # The first iterations still verify drafts of another length, or none.
-            if iteration is None or not iteration.all_decoding or (skipped := skipped + 1) <= 2:
-                continue
-            seconds.append(time.perf_counter() - started)
-        return median(seconds) if seconds else None
+            if self._engine.last is not None and self._engine.last.all_decoding:
+                seconds.append(time.perf_counter() - started)
+        self._engine.end()
+        if len(seconds) > SETTLING:
+            self.costs.measure(batch, k, *self._engine.agreed(median(seconds[SETTLING:])))
 
     def _choose(self, batch: int) -> None:
         self._iterations += 1

@@ -276,16 +276,13 @@ class Engine(VllmEngine):
         if self.drafting is not None:
             self.drafting.costs.acceptance.fade()
 
-    @property
-    def cannot_verify(self) -> str | None:
-        """The reason why this engine's policy cannot be compared with the trainer's tensors; None if there is none."""
-        if self.mode == "native" and self._family.router is not None:
-            return 'precision.generation = "fp8" rounds the experts on a GPU, and kernels rearrange them'
-        return None
+    def expected_policy(self) -> Expected | None:
+        """The record of the trainer's policy tensors, to be taken on their way to `refit` and checked after it.
 
-    def expected_policy(self) -> Expected:
-        """The record of the trainer's policy tensors, to be taken on their way to `refit` and checked after it."""
-        return Expected(self.policy, self._family)
+        None if they cannot be compared: native FP8 rounds experts, and kernels rearrange them.
+        """
+        is_rearranged = self.mode == "native" and self._family.router is not None
+        return None if is_rearranged else Expected(self.policy, self._family)
 
     def verify_drafter(self, weights: Weights) -> None:
         """Compare this rank's part of the drafter with the trainer's tensors, and its embeddings with the policy's.
@@ -383,7 +380,6 @@ class Engine(VllmEngine):
             self.drafting.remember(request.tokens, asked.prompt_tokens)
         text = self.tokenizer.decode(request.tokens, skip_special_tokens=True)
         rest = request.stops.rest(request.tokens) if request.stops is not None else ""
-        now = time.time()
         truncates = asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1)
         return Response(
             request.tokens,
@@ -391,8 +387,8 @@ class Engine(VllmEngine):
             request.log_kept_mass if truncates and request.tokens else None,
             text.removesuffix(rest),
             request.finish_reason or "abort",
-            started_at=request.started_at or now,
-            finished_at=request.finished_at or now,
+            started_at=request.started_at,
+            finished_at=request.finished_at,
             drafts=request.drafts,
             routes=request.routes(request.prompt_length + len(request.tokens) - 1) if routes else None,
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,8 +73,9 @@ def answer(
     share = deal(chosen.prompts, samples, ranks.rank // size, ranks.world_size // size)
     own = open_asked(engine, share, chosen.config, rewards)
     origin = Origin(derive_seed(chosen.config.seed, "validate"), step=0, rank=ranks.rank)
-    drafted = last.drafted(chosen.name, [prompt for prompt, _ in own]) if last else nullcontext()
-    with logs.phase(f"answers to {chosen.name}"), drafted:
+    if last is not None:
+        last.store(chosen.name, [prompt for prompt, _ in own])
+    with logs.phase(f"answers to {chosen.name}"):
         unscored = collect(engine, own, chosen.config, rewards, origin, on_progress=on_progress, learn=learn)
         rollouts, scores = unscored.scored()
     if last is not None:
@@ -171,24 +171,20 @@ class LastAnswers:
         self._engine, self._folder, self._rank = engine, folder, rank
         self._texts: dict[str, list[PregeneratedText]] = {}
 
-    @contextmanager
-    def drafted(self, name: str, prompts: Sequence[Prompt]) -> Iterator[None]:
-        """Draft from the last responses to these prompts of the set `name`, if the method drafts from stored text."""
+    def store(self, name: str, prompts: Sequence[Prompt]) -> None:
+        """Let the engine draft from the last responses to these prompts of the set `name`, if it replays text."""
         if not self._engine.replays:
-            yield
             return
         if name not in self._texts:
             # Other engines write their files meanwhile: the ranks of an engine must not read different ones.
             self._texts[name] = self._engine.of_first(self._read(name) if self._engine.is_first else None)
         store_texts(self._engine, prompts, self._texts[name])
-        try:
-            yield
-        finally:
-            self._engine.set_replay([])
 
     def keep(self, name: str, rollouts: Sequence[Rollout]) -> None:
+        """Keep the new responses in place of the last ones, from which the engine then drafts no more."""
         if not self._engine.replays:
             return
+        self._engine.set_replay([])
         texts = [PregeneratedText(rollout.prompt_id, rollout.seed, [*rollout.response_tokens]) for rollout in rollouts]
         self._texts[name] = texts
         if self._engine.is_first:

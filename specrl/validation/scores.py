@@ -52,7 +52,7 @@ def score_set(
         avg_at_k=float(right.mean()),
         pass_at_k=float(passed[k].mean()),
         pass_at={size: float(values.mean()) for size, values in passed.items()},
-        ci=intervals(of_prompts),
+        ci={kind: interval(values) for kind, values in of_prompts.items()},
         response_length_mean=float(responses.lengths.mean()),
         response_length_max=int(responses.lengths.max()),
         truncated_fraction=float(responses.truncated.mean()),
@@ -71,35 +71,17 @@ def pass_at(num_right: npt.NDArray[np.int64], num_samples: int, size: int) -> Fl
     return np.array([1 - math.comb(num_samples - int(right), size) / total for right in num_right])
 
 
-def intervals(of_prompts: dict[str, Floats]) -> dict[str, Interval]:
-    """The confidence interval of each mean over prompts, the sampling unit since responses to a prompt are dependent.
+def interval(values: Floats) -> Interval:
+    """The confidence interval of a mean over prompts, the sampling unit since responses to a prompt are dependent.
 
-    If every prompt's value is 0 or 1, it is Wilson's interval, which does not vanish when all are equal; otherwise it
-    is the bootstrap's, with a fixed seed.
+    If every value is 0 or 1, it is Wilson's interval, which does not vanish when all are equal; otherwise it is the
+    bootstrap's, with a fixed seed.
     """
-    bootstrapped = bootstrap({name: values for name, values in of_prompts.items() if not is_binary(values)})
-    return {
-        name: bootstrapped[name] if name in bootstrapped else wilson(int(values.sum()), len(values))
-        for name, values in of_prompts.items()
-    }
+    if np.isin(values, (0.0, 1.0)).all():
+        from scipy.stats import binomtest
 
-
-def is_binary(values: Floats) -> bool:
-    return bool(np.isin(values, (0.0, 1.0)).all())
-
-
-def wilson(num_right: int, num_prompts: int) -> Interval:
-    from scipy.stats import binomtest
-
-    interval = binomtest(num_right, num_prompts).proportion_ci(CONFIDENCE, method="wilson")
-    return float(interval.low), float(interval.high)
-
-
-def bootstrap(of_prompts: dict[str, Floats]) -> dict[str, Interval]:
-    if not of_prompts:
-        return {}
-    values = np.stack(list(of_prompts.values()))
-    generator, count = np.random.default_rng(0), values.shape[1]
-    means = np.stack([values[:, generator.integers(count, size=count)].mean(axis=1) for _ in range(RESAMPLES)])
-    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
-    return {name: (float(low[index]), float(high[index])) for index, name in enumerate(of_prompts)}
+        found = binomtest(int(values.sum()), len(values)).proportion_ci(CONFIDENCE, method="wilson")
+        return float(found.low), float(found.high)
+    chosen = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.quantile(values[chosen].mean(axis=1), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)

@@ -84,21 +84,33 @@ def lost_signals(history: Sequence[Metrics], first: Metrics, config: Config) -> 
     """
     patience = min(PATIENCE, config.train.num_steps)
     by_reward = config.train.advantage.name != "none"
-    least = max(FIXED, COLLAPSED * first.get("policy/entropy", 0.0))
-    doubts: list[tuple[Callable[[Metrics], bool], Callable[[Metrics, Metrics, Config], str]]] = [
-        (lambda m: (by_reward and m.get(EQUAL, 0.0) >= 1) or not m.get("policy/grad_norm"), _why_nothing),
-        (lambda m: m.get("rollout/truncated_fraction", 0.0) >= 1, _why_cut_off),
-        (lambda m: m.get("policy/entropy", least) < least, _why_collapsed),
+    before, now = (metrics.get("policy/entropy", 0.0) for metrics in (first, history[-1]))
+    least = max(FIXED, COLLAPSED * before)
+    limit = f"sampling.max_response_tokens = {config.sampling.max_response_tokens}"
+    doubts: list[tuple[Callable[[Metrics], bool], str]] = [
+        (
+            lambda m: (by_reward and m.get(EQUAL, 0.0) >= 1) or not m.get("policy/grad_norm"),
+            _why_nothing(history[-1], config),
+        ),
+        (
+            lambda m: m.get("rollout/truncated_fraction", 0.0) >= 1,
+            f"all responses were cut off at {limit}; likely it is too small, or the policy does not end its responses",
+        ),
+        (
+            lambda m: m.get("policy/entropy", least) < least,
+            f"the policy has hardly explored: its entropy was {now:.2g} nats a token, after {before:.2g} in the first; "
+            "likely policy.lr is too high",
+        ),
     ]
     lines = []
     for holds, words in doubts:
         held = [holds(metrics) for metrics in history[-patience - 1 :]]
         if len(held) >= patience and all(held[-patience:]) and not (len(held) > patience and held[0]):
-            lines.append(f"for {patience} steps {words(history[-1], first, config)}")
+            lines.append(f"for {patience} steps {words}")
     return lines
 
 
-def _why_nothing(metrics: Metrics, first: Metrics, config: Config) -> str:
+def _why_nothing(metrics: Metrics, config: Config) -> str:
     mean, cut_off = metrics.get("reward/mean", 0.0), metrics.get("rollout/truncated_fraction", 0.0)
     if metrics.get("policy/teacher_kl") == metrics.get("policy/grad_norm") == 0:
         return "nothing was learned: the gradient of the policy was 0; likely train.teacher is the policy itself"
@@ -123,13 +135,3 @@ def _why_nothing(metrics: Metrics, first: Metrics, config: Config) -> str:
         limit = f"sampling.max_response_tokens = {config.sampling.max_response_tokens}"
         why = f"{cut_off:.0%} of the responses were cut off at {limit}"
     return f"{found}; likely {why}"
-
-
-def _why_cut_off(metrics: Metrics, first: Metrics, config: Config) -> str:
-    limit = f"sampling.max_response_tokens = {config.sampling.max_response_tokens}"
-    return f"all responses were cut off at {limit}; likely it is too small, or the policy does not end its responses"
-
-
-def _why_collapsed(metrics: Metrics, first: Metrics, config: Config) -> str:
-    entropy = f"{metrics['policy/entropy']:.2g} nats a token, after {first.get('policy/entropy', 0.0):.2g} in the first"
-    return f"the policy has hardly explored: its entropy was {entropy}; likely policy.lr is too high"

@@ -16,6 +16,7 @@ from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
 from specrl.rollout.drafts.acceptance import DRAFTER, OWN_TEXT, RECENT, REPLAY, SpeculationStats
 from specrl.rollout.engine import Engine, Request, Response, StoredText
+from specrl.rollout.vllm.engine.arguments import generation_params
 from specrl.validation.answering import HeldOutSet, LastAnswers, answer
 from specrl.validation.speed import matched_pair
 from tests.exactness.engines import mixed_requests, running
@@ -244,6 +245,23 @@ def test_stored_text_of_an_older_policy_changes_nothing_after_a_refit(
     assert tokens(generation.responses) == expected
     assert generation.stats.by_source[REPLAY].num_draft_tokens
     mixed.refit(policy_weights(0).items(), drafter_weights(1).items())
+
+
+def test_an_iteration_that_reads_a_part_of_a_prompt_is_not_timed_as_one_of_decoding(root: Path) -> None:
+    with running(root / "policy", None, toy_config("none", 0), max_num_batched_tokens=64) as engine:
+        short, long = ([9] * length for length in (2, 150))
+        first = engine.add(short, generation_params(Request(short, 0, 40, 1.0), engine.max_length, []))
+        while not first.decodes:
+            engine.step()
+        second = engine.add(long, generation_params(Request(long, 1, 40, 1.0), engine.max_length, []))
+        while not second.decodes:
+            engine.step()
+            assert engine.last is not None and not engine.last.all_decoding
+        assert len(first.tokens) > 3
+        for _ in range(3):
+            engine.step()
+        assert engine.last.all_decoding and engine.last.batch == 2
+        engine.end()
 
 
 def test_what_is_expected_of_drafts_is_learned_while_generating(

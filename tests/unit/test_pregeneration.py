@@ -103,9 +103,8 @@ def make_config() -> Config:
 
 def test_all_responses_are_made_in_the_pieces_that_are_claimed() -> None:
     engine, source = CountingEngine(), SimpleNamespace(batch=lambda step: PROMPTS)
-    parts: tuple[Any, ...] = (engine, source, make_config(), Claims(4))
-    activity = Pregeneration(*parts)
-    activity.begin(0)
+    parts: tuple[Any, ...] = (engine, source, make_config(), Claims(4), None)
+    activity = Pregeneration(*parts, step=1)
     while activity.work(lambda: False):
         assert len(engine.asked) < 10
     assert len(engine.asked) == 2
@@ -116,13 +115,11 @@ def test_all_responses_are_made_in_the_pieces_that_are_claimed() -> None:
 
 def test_what_is_unfinished_at_the_end_is_kept_and_validation_follows_the_last_step() -> None:
     engine, source = CountingEngine(), SimpleNamespace(batch=lambda step: PROMPTS)
-    parts: tuple[Any, ...] = (engine, source, make_config(), Claims(4))
-    activity = Pregeneration(*parts)
-    activity.begin(0)
+    parts: tuple[Any, ...] = (engine, source, make_config(), Claims(4), None)
+    activity = Pregeneration(*parts, step=1)
     assert activity.work(lambda: True)
     assert [(text.prompt_id, len(text.tokens)) for text in activity.texts] == [(0, 1), (0, 1), (1, 1), (1, 1)]
-    activity.begin(1)  # of two steps; `validate` measures the one that would come next
-    assert activity.texts == []
+    activity = Pregeneration(*parts, step=2)  # after two steps; `validate` measures the one that would come next
     assert activity.work(lambda: True) and len(activity.texts) == 2
 
 

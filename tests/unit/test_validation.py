@@ -36,7 +36,7 @@ from specrl.models.tiny import character_tokenizer
 from specrl.stages.validate import step_speedup
 from specrl.tracking.tracker import Tracker
 from specrl.validation.answering import held_out_sets
-from specrl.validation.scores import SetResponses, bootstrap, pass_at, score_set, wilson
+from specrl.validation.scores import SetResponses, interval, pass_at, score_set
 from specrl.validation.stopping import EarlyStop
 from specrl.validation.validation import Validation
 
@@ -85,9 +85,9 @@ def test_intervals_hold_the_true_mean_as_often_as_they_say() -> None:
     held = {"wilson": 0, "bootstrap": 0}
     for _ in range(200):
         chances = generator.beta(2, 3, size=60)  # every prompt has its own difficulty; the mean chance is 0.4
-        low, high = wilson(int((generator.random(60) < chances).sum()), 60)
+        low, high = interval((generator.random(60) < chances).astype(np.float64))
         held["wilson"] += low <= 0.4 <= high
-        low, high = bootstrap({"": generator.binomial(4, chances) / 4})[""]
+        low, high = interval(generator.binomial(4, chances) / 4)
         held["bootstrap"] += low <= 0.4 <= high
     assert all(0.9 * 200 <= count <= 0.995 * 200 for count in held.values()), held
 

@@ -76,11 +76,9 @@ class RolloutGenerator:
         self.source = source
         self._config, self._ranks, self._engine, self._rewards = config, ranks, engine, rewards
         self._place = place = EngineRank.of(ranks, config.engine.tensor_parallel)
-        self._coordinator = self._pregeneration = None
+        self._coordinator = None
         if place.num_engines > 1 and config.bubbles.use != "none":
             self._coordinator = BubbleCoordinator(ranks.store(), place)
-        if self._coordinator is not None and config.bubbles.pregenerates:
-            self._pregeneration = Pregeneration(engine, source, config, self._coordinator, rewards)
         self._training = training
         self._earlier = EarlierResponses() if engine.replays and config.data.has_epochs else None
         """None if no prompt is repeated, or earlier responses cannot be drafted from."""
@@ -182,12 +180,14 @@ class RolloutGenerator:
     def _spend_bubble(self, step: int, started_at: float) -> tuple[Bubble, list[PregeneratedText]]:
         """Work until the last rank has finished its share; this rank began its share at Unix time `started_at`."""
         generated_at, spans, texts = time.time(), list[Span](), list[PregeneratedText]()
-        if self._coordinator is not None:
-            if (ahead := self._pregeneration) is not None:
-                ahead.begin(step)
-            uses: tuple[Activity | None, ...] = ahead, self._training
-            spans = put_to_use(self._engine, self._coordinator, [use for use in uses if use is not None])
-            texts = ahead.texts if ahead is not None else []
+        config, coordinator, uses = self._config, self._coordinator, list[Activity]()
+        if coordinator is not None:
+            if config.bubbles.pregenerates:
+                ahead = Pregeneration(self._engine, self.source, config, coordinator, self._rewards, step + 1, texts)
+                uses.append(ahead)
+            if self._training is not None:
+                uses.append(self._training)
+            spans = put_to_use(self._engine, coordinator, uses)
         bubble = Bubble(
             rank=self._ranks.rank,
             started_at=started_at,
@@ -219,13 +219,5 @@ class RolloutGenerator:
         return deal(prompts, samples, engine, self._place.num_engines, whole_groups=whole)
 
     def _collect(self, asked: Sequence[Asked], step: int) -> Unscored:
-        config = self._config
-        return collect(
-            self._engine,
-            asked,
-            config,
-            self._rewards,
-            Origin(config.seed, step, self._ranks.rank),
-            recall=True,
-            routes=True,
-        )
+        origin = Origin(self._config.seed, step, self._ranks.rank)
+        return collect(self._engine, asked, self._config, self._rewards, origin, recall=True, routes=True)

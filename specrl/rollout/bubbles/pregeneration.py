@@ -21,22 +21,17 @@ from specrl.timeline import PREGENERATION
 
 @dataclass
 class Pregeneration:
-    """Generates responses to the next step's prompts under the current policy."""
+    """Generates responses to the next step's prompts under the current policy, in one bubble."""
 
     name = PREGENERATION
     engine: Engine
     source: PromptSource
     config: Config
     coordinator: BubbleCoordinator
-    rewards: RewardPool | None = None
-    step: int = 0
+    rewards: RewardPool | None
+    step: int
     """The step whose prompts are answered."""
     texts: list[PregeneratedText] = field(default_factory=list)
-    """The texts generated in this bubble."""
-
-    def begin(self, step: int) -> None:
-        """Begin a new bubble, in the generation of `step`."""
-        self.step, self.texts = step + 1, []
 
     def work(self, stop: Callable[[], bool]) -> bool:
         """Generate a share of the remaining responses until `stop()` ends the bubble; some may be cut short."""

@@ -32,10 +32,6 @@ class SourceCounts(NamedTuple):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
-    def plus(self, other: SourceCounts) -> SourceCounts:
-        """Add two of them."""
-        return SourceCounts(*map(sum, zip(self, other, strict=True)))
-
 
 @dataclass(frozen=True)
 class SpeculationStats:
@@ -68,8 +64,9 @@ class SpeculationStats:
         return replace(cls.merge(parts), decode_steps=decode_steps)
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
-        sources = dict.fromkeys([*self.by_source, *other.by_source])
-        none = SourceCounts()
+        by_source = dict(self.by_source)
+        for name, counts in other.by_source.items():
+            by_source[name] = SourceCounts(*map(sum, zip(by_source.get(name, SourceCounts()), counts, strict=True)))
         return SpeculationStats(
             self.num_drafts + other.num_drafts,
             self.num_draft_tokens + other.num_draft_tokens,
@@ -77,7 +74,7 @@ class SpeculationStats:
             _sum_per_pos(self.accepted_per_pos, other.accepted_per_pos),
             self.decode_steps + other.decode_steps,
             _sum_per_pos(self.drafted_per_pos, other.drafted_per_pos),
-            {name: self.by_source.get(name, none).plus(other.by_source.get(name, none)) for name in sources},
+            by_source,
         )
 
     @staticmethod

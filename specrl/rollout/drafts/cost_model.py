@@ -122,7 +122,7 @@ class Seconds:
     def __init__(self, k: int, graph_sizes: Sequence[int]) -> None:
         """Begin with nothing measured. `graph_sizes` are numbers of rows, ascending; a request takes k + 1."""
         self._per_request, self._graphs = k + 1, graph_sizes
-        self._rows, self._logs = np.empty(0), np.empty(0)  # rows that were measured, ascending, and logs of the seconds
+        self._logs: dict[int, float] = {}  # of the seconds measured, by rows
 
     def computed(self, batch: int) -> int:
         """The rows computed for a batch, including padding to a graph's size."""
@@ -132,35 +132,30 @@ class Seconds:
 
     def measure(self, batch: int, seconds: float) -> None:
         """Record the seconds of an iteration."""
-        known = dict(zip(self._rows, self._logs, strict=True)) | {float(self.computed(batch)): math.log(seconds)}
-        self._rows = np.array(sorted(known))
-        self._logs = np.array([known[rows] for rows in self._rows])
+        self._logs[self.computed(batch)] = math.log(seconds)
 
     def log(self, batch: int) -> float:
         """The log of the expected seconds: nondecreasing in the rows, linear beyond the most measured."""
-        assert len(self._rows), "nothing was measured"
-        asked, seconds = self.computed(batch), np.exp(np.maximum.accumulate(self._logs))
-        beyond = asked - self._rows[-1]
-        if beyond <= 0 or len(self._rows) == 1:
-            return math.log(np.interp(asked, self._rows, seconds))
-        slope = (seconds[-1] - seconds[-2]) / (self._rows[-1] - self._rows[-2])
+        asked, rows = self.computed(batch), sorted(self._logs)
+        assert rows, "nothing was measured"
+        seconds = np.exp(np.maximum.accumulate([self._logs[measured] for measured in rows]))
+        beyond = asked - rows[-1]
+        if beyond <= 0 or len(rows) == 1:
+            return math.log(np.interp(asked, rows, seconds))
+        slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
         return math.log(seconds[-1] + slope * beyond)
 
     def move(self, batch: int, by: float) -> None:
         """Shift all log seconds by a difference: by all of it near `batch`, by half of it far away."""
-        self._logs += by / 2 * (1 + 2 ** -np.abs(np.log2(self._rows / self.computed(batch))))
+        near = self.computed(batch)
+        for rows in self._logs:
+            self._logs[rows] += by / 2 * (1 + 2 ** -abs(math.log2(rows / near)))
 
 
 class CostModel:
     """Chooses the draft length for every batch size."""
 
-    def __init__(
-        self,
-        max_batch: int,
-        k: int,
-        drafter_k: int = 0,
-        graph_sizes: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, max_batch: int, k: int, drafter_k: int = 0, graph_sizes: Sequence[int] = ()) -> None:
         """Begin with guesses of the acceptance; `measure` must follow. On CPUs there are no `graph_sizes`."""
         self.max_batch, self.lengths = max_batch, possible_lengths(k, drafter_k)
         self.acceptance = Acceptance(k, drafter_k)

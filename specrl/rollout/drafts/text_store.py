@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specrl.rollout.drafts.text_index import Text, TextIndex, number_of
 
@@ -33,10 +34,7 @@ class TextStore:
     def __init__(self, recent_tokens: int = 0) -> None:
         self.recent_tokens = recent_tokens
         """The number of tokens kept of the latest responses, and of siblings, in whole responses."""
-        self._stored: list[Text] = []
-        self._counts: Counter[int] = Counter()  # the stored responses by prompt
-        self._longest: dict[int, int] = {}  # the length of the longest stored response, by prompt
-        self._own: dict[tuple[int, int], Sequence[int]] = {}  # stored responses with known seeds, by prompt and seed
+        self._stored: dict[int, list[tuple[NDArray[np.int32], int | None]]] = {}  # tokens and seed, by prompt
         self._recent: list[Text] = []
         self._siblings: list[Text] = []
         self._unfinished: Counter[int] = Counter()  # the requests of this generation by prompt
@@ -45,14 +43,10 @@ class TextStore:
 
     def store(self, texts: Iterable[StoredText]) -> None:
         """Replace the stored responses; see `Engine.set_replay`."""
-        self._stored, self._longest, self._own, self._index = [], {}, {}, None
+        self._stored, self._index = {}, None
         for text in texts:
-            number = number_of(text.prompt_tokens)
-            self._stored.append(Text(np.asarray(text.tokens, np.int32), number))
-            self._longest[number] = max(len(text.tokens), self._longest.get(number, 0))
-            if text.seed is not None:
-                self._own.setdefault((number, text.seed), text.tokens)
-        self._counts = Counter(text.prompt for text in self._stored)
+            row = np.asarray(text.tokens, np.int32), text.seed
+            self._stored.setdefault(number_of(text.prompt_tokens), []).append(row)
 
     def begin(self, prompts: Iterable[Sequence[int]] = ()) -> None:
         """Begin a generation that answers these prompts, one for each request, and remembers its responses."""
@@ -82,23 +76,25 @@ class TextStore:
 
     def stored(self, prompt_tokens: Sequence[int], seed: int) -> tuple[int, int]:
         """The number of stored responses to the prompt, and of tokens in the one with this seed."""
-        number = number_of(prompt_tokens)
-        return self._counts[number], len(self._own.get((number, seed), ()))
+        return len(self._stored.get(number_of(prompt_tokens), ())), len(self.own(prompt_tokens, seed))
 
     def longest(self, prompt_tokens: Sequence[int]) -> int | None:
         """The length of the longest stored response to the prompt; None if there is none."""
-        return self._longest.get(number_of(prompt_tokens))
+        stored = self._stored.get(number_of(prompt_tokens), ())
+        return max((len(tokens) for tokens, _ in stored), default=None)
 
     def own(self, prompt_tokens: Sequence[int], seed: int) -> list[int]:
         """The stored response to the prompt with this seed; of several, the first."""
-        return list(map(int, self._own.get((number_of(prompt_tokens), seed), ())))
+        stored = self._stored.get(number_of(prompt_tokens), ())
+        return next((tokens.tolist() for tokens, own in stored if own == seed), [])
 
     def index(self, device: torch.device | str) -> TextIndex:
         """An index of all texts, the latest responses before older ones; some of the latest may be missing."""
         if self._index is None or NOTEWORTHY * self._unindexed >= len(self._index.tokens):
             self._unindexed = 0
             self._recent, self._siblings = self._latest(self._recent), self._latest(self._siblings)
-            self._index = TextIndex([*self._stored, *self._siblings, *reversed(self._recent)], device)
+            stored = [Text(tokens, number) for number, rows in self._stored.items() for tokens, _ in rows]
+            self._index = TextIndex([*stored, *self._siblings, *reversed(self._recent)], device)
         return self._index
 
     def _latest(self, texts: list[Text]) -> list[Text]:

@@ -85,8 +85,9 @@ class DrafterGuard:
         reloaded = False
         if self._drafter is not None and self._engine.speculates:
             self._probed, self._loaded = False, self._drafter.changes
-            if self._copied < 0:  # before the first copy there is only this drafter to return to
+            if self._copied < 0:  # before the first probe there is only this drafter to return to
                 self._keep()
+                probe = True
             fault = self._of_any_rank(self._verify)
             if fault is None and not probe:
                 return {DRAFTER_RELOADS: 0.0, SPECULATING: 1.0}

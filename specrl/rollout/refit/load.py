@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -18,8 +17,6 @@ from specrl.rollout.vllm.weights.comparison import Expected
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass
 class Refit:
@@ -31,7 +28,6 @@ class Refit:
     probe: RefitProbe
     guard: DrafterGuard
     ranks: Ranks
-    num_loads: int = 0
 
     def load(self, version: int, kv_scales: KvScales | None = None, *, probe: bool = True) -> dict[str, float]:
         """Load the trainer's policy and drafter into the engine; return the checks' metrics under their MLflow names.
@@ -50,18 +46,12 @@ class Refit:
         self.engine.wake()
         self._on_all_ranks(lambda: self._send(kv_scales))
         differences = self._on_all_ranks(lambda: self.probe.check(self.engine, self.policy))
-        state = self.guard.check(version, probe=probe or not self.num_loads)
-        self.num_loads += 1
-        return differences | state
+        return differences | self.guard.check(version, probe=probe)
 
     def _send(self, kv_scales: KvScales | None) -> None:
-        engine, expected = self.engine, None
-        if engine.cannot_verify is None:
-            expected = engine.expected_policy()
-        elif not self.num_loads:
-            logger.info("the comparison of the policy's tensors is left out: %s", engine.cannot_verify)
+        expected = self.engine.expected_policy()
         drafter_weights = self.drafter.named_weights() if self.drafter is not None else None
-        engine.refit(self._policy_weights(expected), drafter_weights, kv_scales=kv_scales)
+        self.engine.refit(self._policy_weights(expected), drafter_weights, kv_scales=kv_scales)
         if expected is not None:
             expected.check()
 

@@ -21,8 +21,7 @@ ROWS_TOGETHER = 64
 class Recorder:
     """A context manager that records an engine's picks without changing anything.
 
-    It is for engines without tensor parallelism. Requests are identified by their seeds, which must differ within one
-    recording.
+    Requests are identified by their seeds, which must differ within one recording.
     """
 
     sampler: Any

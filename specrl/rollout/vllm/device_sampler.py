@@ -23,23 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, g
 from specrl.rollout.drafts.device_drafts import FACTS, LIMIT, NUM_FACTS
 from specrl.rollout.sampling.gumbel import Picked, logprobs_of, pick
 from specrl.rollout.sampling.verification import Sampling, Verified, verify
-
-DRAFT_BASE = 4096
-"""A draft is returned as the index of its source times this, plus the number of its tokens."""
-
-
-class Columns(NamedTuple):
-    """The values returned with each token, as if they were the log-probs of several tokens."""
-
-    logprob: Any
-    """NaN if the logits are not finite."""
-    log_kept_mass: Any
-    """The log of the mass kept by top-k and top-p."""
-    draft: Any
-    """At a request's first token in an iteration: the verified draft, encoded with `DRAFT_BASE`."""
-
-
-NUM_COLUMNS = len(Columns._fields)
+from specrl.rollout.vllm.engine.running import DRAFT_BASE, NUM_COLUMNS, Columns
 
 
 class InvariantSampler(Sampler):  # type: ignore[misc]
@@ -178,18 +162,6 @@ class Rows(NamedTuple):
         counts = batch.query_start_loc[: batch.num_reqs + 1].diff()
         requests = batch.idx_mapping.repeat_interleave(counts, output_size=batch.num_tokens)
         return self.sampler.pick(logits, requests[rows], batch.positions[: batch.num_tokens][rows])
-
-
-class PromptColumns(NamedTuple):
-    """The values returned with each prompt token but the first, as if they were the log-probs of several tokens."""
-
-    logprob: Any
-    """At temperature 1."""
-    picked_logprob: Any
-    picked_log_kept_mass: Any
-
-
-NUM_PROMPT_COLUMNS = len(PromptColumns._fields)
 
 
 def score(token_ids: Tensor, hidden: Tensor, rows: Rows, num_logprobs: int, _: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,10 +59,6 @@ class EnginePrecision:
                 kept += [f"model.layers.{layer}.{recipe.family.router.hf}" for layer in range(recipe.num_layers)]
             settings = {"linear": NATIVE, "moe": NATIVE, "ignore": kept}
             found = {"quantization": NATIVE, "quantization_config": settings}
-        elif recipe is not None:
-            from specrl.rollout.vllm.fp8 import EMULATION  # importing it registers it with vLLM
-
-            found = {"quantization": EMULATION}
         if self.recipe is not None and self._has_fp8_kv_cache:
             found |= {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": [str(self.recipe.num_layers)]}
             if torch.cuda.is_available():
@@ -72,11 +68,11 @@ class EnginePrecision:
         return found
 
     def hf_updates(self) -> dict[str, Any]:
-        """The entries of the model's configuration from which vLLM makes `EmulatedFp8Config`; none on GPUs."""
+        """The entries of the model's configuration that make vLLM use `EmulatedFp8Config`; none on GPUs."""
         recipe = self._linears
         if recipe is None or torch.cuda.is_available():
             return {}
-        from specrl.rollout.vllm.fp8 import EMULATION
+        from specrl.rollout.vllm.fp8 import EMULATION  # importing it registers it with vLLM
 
         return {"quantization_config": {"quant_method": EMULATION, "layers": recipe.engine_layers}}
 

@@ -19,6 +19,7 @@ from specrl.models.hf_io import TensorReader
 from specrl.models.mtp_modules import MTP_LAYERS
 from specrl.rollout.drafts.cost_model import possible_lengths
 from specrl.rollout.requests import Request
+from specrl.rollout.vllm.engine.running import NUM_COLUMNS, NUM_PROMPT_COLUMNS
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.training.drafter.io import check_offsets
 
@@ -190,8 +191,6 @@ def generation_params(request: Request, max_length: int, stop_tokens: list[int])
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from specrl.rollout.vllm.device_sampler import NUM_COLUMNS
-
     room = max_length - len(request.prompt_tokens)
     if room < 1:
         raise ValueError(
@@ -214,8 +213,6 @@ def generation_params(request: Request, max_length: int, stop_tokens: list[int])
 
 def reading_params(params: Any, *, cached: bool) -> Any:
     """A request's parameters for a pass over text after its prompt, with the `PromptColumns` of each token."""
-    from specrl.rollout.vllm.device_sampler import NUM_PROMPT_COLUMNS
-
     read = params.clone()
     changes = {"max_tokens": 1, "prompt_logprobs": NUM_PROMPT_COLUMNS - 1, "skip_reading_prefix_cache": not cached}
     for name, value in changes.items():

@@ -42,7 +42,7 @@ class Iteration(NamedTuple):
     batch: int
     """The number of requests that received tokens."""
     all_decoding: bool
-    """Whether none of these tokens were first ones."""
+    """Whether none of these tokens were first ones, and no other request was reading its prompt."""
     mean_tokens: float | None
     """The mean tokens of the requests that it did not finish, which nothing cut off; None if it finished all."""
 
@@ -157,7 +157,8 @@ class VllmEngine:
         pairs = zip(requests, outputs, strict=True)
         counts = [len(output.new_token_ids) for request, output in pairs if request.finish_reason is None]
         mean = fmean(counts) if counts else None
-        self.last = Iteration(len(outputs), decoding == len(outputs), mean) if outputs else None
+        all_decoding = decoding == len(outputs) >= len(self._core.scheduler.running)
+        self.last = Iteration(len(outputs), all_decoding, mean) if outputs else None
         # Requests ended by a stop string still run in vLLM, which has already dropped the others.
         self.llm.engine_core.abort_requests([request.name for request in finished])
         for request in finished:
@@ -174,9 +175,8 @@ class VllmEngine:
     def draft_up_to(self, lengths: Sequence[int]) -> None:
         """Set the draft lengths by the number of running requests; the entry for 0 requests is not used."""
         lookup = self._core.scheduler.dynamic_sd_lookup
-        if lookup is not None:
-            assert len(lengths) == len(lookup)
-            lookup[:] = lengths
+        assert len(lengths) == len(lookup)
+        lookup[:] = lengths
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import isnan
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,35 @@ from specrl.rollout.drafts.acceptance import OWN_TEXT, VerifiedDraft
 from specrl.rollout.drafts.text_index import SOURCES
 from specrl.rollout.errors import NonFiniteLogitsError
 from specrl.rollout.stop_strings import StopStrings
+
+DRAFT_BASE = 4096
+"""A draft is returned as the index of its source times this, plus the number of its tokens."""
+
+
+class Columns(NamedTuple):
+    """The values returned with each token, as if they were the log-probs of several tokens."""
+
+    logprob: Any
+    """NaN if the logits are not finite."""
+    log_kept_mass: Any
+    """The log of the mass kept by top-k and top-p."""
+    draft: Any
+    """At a request's first token in an iteration: the verified draft, encoded with `DRAFT_BASE`."""
+
+
+NUM_COLUMNS = len(Columns._fields)
+
+
+class PromptColumns(NamedTuple):
+    """The values returned with each prompt token but the first, as if they were the log-probs of several tokens."""
+
+    logprob: Any
+    """At temperature 1."""
+    picked_logprob: Any
+    picked_log_kept_mass: Any
+
+
+NUM_PROMPT_COLUMNS = len(PromptColumns._fields)
 
 
 @dataclass(eq=False)
@@ -53,8 +82,6 @@ class RunningRequest:
         Raises:
             NonFiniteLogitsError: A token was picked or scored by logits that are not finite.
         """
-        from specrl.rollout.vllm.device_sampler import DRAFT_BASE, NUM_PROMPT_COLUMNS, Columns, PromptColumns
-
         self.decodes, self.finished_at = True, time.time()
         self.started_at = self.started_at or self.finished_at
         context = self.prompt_length + len(self.tokens)
