@@ -281,9 +281,7 @@ def drafter_items(rank: Rank, *, responses: int) -> list[MemoryItem]:
     shape, drafter = rank.shape, rank.config.drafter
     count, policy_layer = rank.drafter_parameters, rank.config.speculation.draft_method.is_policy_layer
     # The policy's layer reads one hidden state, from which the targets over the whole vocabulary are computed.
-    as_hidden = not policy_layer and drafter.keeps_hidden_states(shape.hidden_size)
-    targets = shape.hidden_size if as_hidden else drafter.draft_vocab_size
-    features = shape.hidden_size if policy_layer else drafter.num_features * shape.hidden_size + targets
+    features = shape.hidden_size * (1 if policy_layer else drafter.num_features + 1)
     copies = shape.embedding_parameters * (2 if policy_layer else 1)
     longest = -(-responses // rank.data_parallel) * rank.config.model.max_length
     budget = drafter.max_tokens_per_window if rank.pretrains else drafter.max_tokens_per_step
@@ -298,7 +296,7 @@ def drafter_items(rank: Rank, *, responses: int) -> list[MemoryItem]:
         _item("drafter and its Adam", count * 4 * FP32, f"{count / 1e6:.1f} M parameters x 16 B, not sharded"),
         _item("drafter's embeddings", copies * rank.dtype_bytes, shared),
         drafter_activations(rank, tokens),
-        *_feature_items(rank, min(max(budget, tokens), longest), features, targets),
+        *_feature_items(rank, min(max(budget, tokens), longest), features),
     ]
 
 
@@ -344,11 +342,11 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
     )
 
 
-def _feature_items(rank: Rank, tokens: int, numbers: int, targets: int) -> list[MemoryItem]:
-    # Targets exist twice, because they leave the policy's head packed and are then padded; if they are hidden states,
-    # the head's rows for the draft vocabulary are also kept. Ranks that train the drafter in idle time keep the
-    # features of two more steps (`training/drafter/online/spot.py`). Ranks that hold one copy of the policy divide the
-    # rows, one of which may be as long as the longest sequence; the targets leave the head undivided.
+def _feature_items(rank: Rank, tokens: int, numbers: int) -> list[MemoryItem]:
+    # Targets are hidden states, which exist twice: they leave the policy packed and are then padded. The head's rows
+    # for the draft vocabulary are also kept. Ranks that train the drafter in idle time keep the features of two more
+    # steps (`training/drafter/spot.py`). Ranks that hold one copy of the policy divide the rows, one of which may be as
+    # long as the longest sequence; the targets leave the policy undivided.
     config, size = rank.config, numbers * rank.dtype_bytes
     copies = 3 if config.bubbles.trains_drafter and not rank.pretrains else 1
     parallel = config.policy.tensor_parallel * config.policy.pipeline_parallel
@@ -358,11 +356,11 @@ def _feature_items(rank: Rank, tokens: int, numbers: int, targets: int) -> list[
     items = [_item("drafter's features", copies * held * size, how + steps)]
     if config.speculation.draft_method.is_policy_layer:
         return items
-    if config.drafter.keeps_hidden_states(rank.shape.hidden_size):
-        rows = config.drafter.draft_vocab_size * rank.shape.hidden_size * rank.dtype_bytes
-        items.append(_item("head's rows for the drafter", copies * rows, "hidden states are kept instead of logits"))
-    how = f"{tokens} tokens x {targets}, before they are laid out"
-    return [*items, _item("drafter's targets", tokens * targets * rank.dtype_bytes, how, "policy")]
+    hidden = rank.shape.hidden_size
+    rows, how = config.drafter.draft_vocab_size * hidden * rank.dtype_bytes, "hidden states are kept instead of logits"
+    items.append(_item("head's rows for the drafter", copies * rows, how))
+    how = f"{tokens} tokens x {hidden}, before they are laid out"
+    return [*items, _item("drafter's targets", tokens * hidden * rank.dtype_bytes, how, "policy")]
 
 
 def engine_items(rank: Rank) -> list[MemoryItem]:

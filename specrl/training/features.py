@@ -21,9 +21,10 @@ class FeatureSpec:
     layers, index n means the one that leaves the last layer."""
     draft_tokens: Tensor
     """int64 `[draft_vocab]`, sorted, on the policy's device: the target ids of the draft vocabulary. It is empty for a
-    drafter that has the policy's head, and so can compute the policy's logits itself."""
-    as_hidden: bool = False
-    """Whether the targets are the policy's last hidden states and the rows of its head instead of its logits."""
+    drafter that has the policy's head, and so needs no targets."""
+
+    def target_width(self, hidden_size: int) -> int:
+        return hidden_size if len(self.draft_tokens) else 0
 
 
 @dataclass(frozen=True)
@@ -50,21 +51,21 @@ class Features:
     hidden: Tensor
     """`[batch, seq, layers * hidden]` in the policy's compute type: the inputs of the chosen layers, concatenated."""
     targets: Tensor
-    """`[batch, seq, draft_vocab]`: the policy's logits for the next token, on the draft vocabulary; or, where there is
-    a `head`, `[batch, seq, hidden]`: the hidden states that it computes these logits from. 0 where `mask` is False."""
+    """`[batch, seq, hidden]`: the policy's last hidden states, which take far less memory than the logits for the next
+    token that `logits` computes from them. 0 where `mask` is False; `[batch, seq, 0]` without a `head`."""
     target_top1: Tensor
     """int64 `[batch, seq]`: the most likely next token of the full vocabulary; 0 where `mask` is False, and NOT_SAMPLED
     where the policy did not sample the next token."""
     head: Tensor | None = None
     """`[draft_vocab, hidden]`: the rows of the policy's head for the draft vocabulary, as of the same forward pass; all
-    micro-batches of the pass share them. None where `targets` are logits."""
+    micro-batches of the pass share them. None for a drafter that has the head itself."""
     starts: Tensor | None = None
     """int64 `[batch]`: the position of each row's first token in its sequence; None if all are 0."""
 
     def logits(self, rows: Tensor, columns: Tensor) -> Tensor:
         """The policy's logits on the draft vocabulary at the places `rows`, `columns` `[n]`: `[n, draft_vocab]`."""
-        targets = self.targets[rows, columns]
-        return targets if self.head is None else F.linear(targets, self.head)
+        assert self.head is not None, "this drafter computes the policy's logits itself"
+        return F.linear(self.targets[rows, columns], self.head)
 
     def choose(self, rows: Sequence[int]) -> Features:
         chosen = list(rows)
@@ -87,7 +88,7 @@ def sequences(features: Features) -> list[Features]:
 def padded(rows: Sequence[Features]) -> Features:
     """One micro-batch of single sequences, each in its own row, so that none attends to another.
 
-    All must have targets of the same kind, and those with hidden states must be from the same forward pass.
+    All must be from the same forward pass.
     """
     width = max(row.tokens.shape[1] for row in rows)
     assert all(row.head is rows[0].head for row in rows), "a micro-batch has one head"

@@ -151,7 +151,8 @@ def write_trained_drafter(
     mask[:, -1] = False
     spec = drafter.feature_spec
     hidden = torch.cat([outputs.hidden_states[layer] for layer in spec.layers], -1)
-    features = Features(tokens, mask, hidden, outputs.logits[..., spec.draft_tokens], outputs.logits.argmax(-1))
+    head = policy.lm_head.weight.detach()[spec.draft_tokens]
+    features = Features(tokens, mask, hidden, outputs.hidden_states[-1], outputs.logits.argmax(-1), head)
     drafter.update([features], lr=3e-3, epochs=epochs)
     drafter.save(directory, policy_version=0)
     return directory

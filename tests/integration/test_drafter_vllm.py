@@ -114,8 +114,8 @@ def greedy_features(policy_dir: Path, prompts: Tensor, drafter_spec: Any) -> Fea
     mask[:, PROMPT - 1 : -1] = True
     streams = dict(enumerate(outputs.hidden_states)) | {6: last_layer_output(policy, tokens)}
     hidden = torch.cat([streams[layer] for layer in drafter_spec.layers], -1)
-    logits = outputs.logits[..., drafter_spec.draft_tokens]
-    return Features(tokens, mask, hidden, logits, outputs.logits.argmax(-1))
+    head = policy.lm_head.weight.detach()[drafter_spec.draft_tokens]
+    return Features(tokens, mask, hidden, outputs.hidden_states[-1], outputs.logits.argmax(-1), head)
 
 
 def last_layer_output(policy: LlamaForCausalLM, tokens: Tensor) -> Tensor:

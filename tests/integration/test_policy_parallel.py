@@ -183,18 +183,17 @@ def test_a_step_without_tokens_moves_nothing_and_the_reference_stays(
 def test_a_drafter_whose_rows_are_divided_among_ranks_learns_the_same(
     results: dict[str, list[dict[str, Any]]], family: str, layout: str
 ) -> None:
-    """From logits or from hidden states, on one rank or on the two that hold a policy together."""
-    alone = results["alone"][0][family]["drafters"][0]
+    """On one rank or on the two that hold a policy together."""
+    alone = results["alone"][0][family]["drafter"]
     assert alone["rows"] == alone["all rows"] < len(worker.sequences())
-    for number in range(2):
-        found = [rank[family]["drafters"][number] for rank in results[layout]]
-        rows = [rank["rows"] for rank in found]
-        assert sum(rows) == alone["rows"] and min(rows) > 0
-        for rank in [*found, results["alone"][0][family]["drafters"][number]]:
-            for metrics, expected in zip(rank["metrics"], alone["metrics"], strict=True):
-                assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-6)
-            for name, tensor in alone["weights"].items():
-                torch.testing.assert_close(rank["weights"][name], tensor, atol=2e-4, rtol=0, msg=name)
+    found = [rank[family]["drafter"] for rank in results[layout]]
+    rows = [rank["rows"] for rank in found]
+    assert sum(rows) == alone["rows"] and min(rows) > 0
+    for rank in found:
+        for metrics, expected in zip(rank["metrics"], alone["metrics"], strict=True):
+            assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-6)
+        for name, tensor in alone["weights"].items():
+            torch.testing.assert_close(rank["weights"][name], tensor, atol=2e-4, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -381,7 +381,7 @@ def test_the_drafter_learns_nothing_of_what_the_environment_wrote(ranks: Ranks, 
     assert features.target_top1[0].tolist()[3:5] == [NOT_SAMPLED] * 2
     assert not features.targets[0, 3:5].any() and features.mask[0].tolist() == [False, *[True] * 5, False]
     wrong = replace(features, targets=features.targets.clone())
-    wrong.targets[0, 3:5] = 50 * torch.randn(2, 32)
+    wrong.targets[0, 3:5] = 50 * torch.randn_like(wrong.targets[0, 3:5])
     chains = pack_chains(features, drafter.draft_tokens, 32, 3)
     assert chains is not None and chains.sampled.tolist() == [True, False, False, True, True]
     metrics = [drafter.update([item], lr=0.0) for item in (features, wrong)]

@@ -25,6 +25,8 @@ from specrl.training.features import Features
 from tests.literal_drafting import LiteralDrafter
 
 VOCAB, HIDDEN, DRAFT_VOCAB = 50, 32, 24
+HEAD = torch.eye(DRAFT_VOCAB)
+"""The policy's head in made-up features, whose targets are thus the logits themselves."""
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 
 
@@ -81,6 +83,7 @@ def make_features(drafter: Drafter, lengths: list[tuple[int, int]], seed: int = 
         hidden=torch.randn(batch, seq, width, generator=generator).to(drafter.shape.dtype),
         targets=logits,
         target_top1=torch.where(outside, excluded, top1),
+        head=HEAD,
     )
 
 
@@ -161,6 +164,7 @@ def test_padding_and_other_rows_do_not_change_a_sequence(policy_dir: Path) -> No
     alone = Features(
         *(part[1:, :10] for part in (together.tokens, together.mask, together.hidden, together.targets)),
         together.target_top1[1:, :10],
+        HEAD,
     )
     rows = [8, 7, 6]  # chains of the first sequence at each step come first
     for first, single, shared in zip(rows, unroll(drafter, alone), unroll(drafter, together), strict=True):
@@ -222,7 +226,7 @@ def arithmetic_features(drafter: Drafter, seed: int) -> Features:
     mask[:, -1] = False
     logits = 20.0 * (table[tokens][..., None] == known)
     hidden = torch.randn(8, 12, 3 * HIDDEN, generator=generator)
-    return Features(tokens, mask, hidden.to(drafter.shape.dtype), logits, table[tokens])
+    return Features(tokens, mask, hidden.to(drafter.shape.dtype), logits, table[tokens], HEAD)
 
 
 def test_acceptance_length_replays_decoding(policy_dir: Path) -> None:
@@ -310,7 +314,7 @@ def merge(left: Features, right: Features) -> Features:
         rows = [F.pad(part, [0, 0] * (part.dim() - 2) + [0, seq - part.shape[1]]) for part in parts]
         return torch.cat(rows)
 
-    return Features(*(padded(name) for name in ("tokens", "mask", "hidden", "targets", "target_top1")))
+    return Features(*(padded(name) for name in ("tokens", "mask", "hidden", "targets", "target_top1")), left.head)
 
 
 def train_rank(rank: int, policy_dir: Path, out: Path, port: int) -> None:

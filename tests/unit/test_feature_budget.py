@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specrl.config import Config, DrafterConfig, PolicyConfig, parse_config
+from specrl.config import Config, PolicyConfig, parse_config
 from specrl.distributed import Ranks, join, leave
 from specrl.schemas import Rollout
 from specrl.training import sample
@@ -25,7 +24,7 @@ from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.sample import even_sample, sample_sequences
 from specrl.training.update import update_policy
-from tests.unit.test_drafter import VOCAB, make_drafter, write_policy
+from tests.unit.test_drafter import VOCAB, write_policy
 
 # isort: split
 from megatron.core import parallel_state
@@ -177,24 +176,3 @@ def assert_parts(features: list[Features], everything: list[Features]) -> None:
             for name in ("targets", "target_top1"):
                 values, expected = getattr(row, name)[:, :width], getattr(found, name)[:, part]
                 assert torch.equal(values[inside], expected[inside]) and not values[~inside].any()
-
-
-def test_hidden_states_give_the_drafter_that_logits_give(policy_dir: Path, ranks: Ranks) -> None:
-    policy = Policy(policy_dir, PolicyConfig(), dtype="float32", ranks=ranks, seed=0, trainable=False)
-    drafters = [make_drafter(policy_dir, ranks) for _ in range(2)]
-    rows = [[(start + 3 * step) % VOCAB for step in range(6 + start)] for start in range(12)]
-    batches = pack([TokenSequence(row, 2, index) for index, row in enumerate(rows)], 50)
-    found = []
-    for drafter, as_hidden in zip(drafters, (False, True), strict=True):
-        features = policy.forward_features(batches, replace(drafter.feature_spec, as_hidden=as_hidden))
-        assert features[0].targets.shape[-1] == (drafter.shape.hidden_size if as_hidden else len(drafter.draft_tokens))
-        found.append(drafter.update(features, lr=1e-3, epochs=3))
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
-    for left, right in zip(drafters[0].model.parameters(), drafters[1].model.parameters(), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
-
-
-def test_hidden_states_are_kept_at_the_size_of_a_large_policy_alone() -> None:
-    large = DrafterConfig(draft_vocab_size=32000, max_tokens_per_window=32768)
-    assert large.keeps_hidden_states(4096) and not large.keeps_hidden_states(32000)
-    assert not DrafterConfig().keeps_hidden_states(576)  # SmolLM2: computing logits again would cost more

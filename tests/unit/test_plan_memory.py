@@ -133,8 +133,9 @@ def random_features(drafter: Drafter, length: int) -> Features:
     mask[:, -1] = False
     spec, dtype = drafter.feature_spec, drafter.shape.dtype
     hidden = torch.randn(1, length, len(spec.layers) * drafter.shape.hidden_size, dtype=dtype)
-    logits = torch.randn(1, length, len(spec.draft_tokens), dtype=dtype)
-    return Features(tokens, mask, hidden, logits, tokens)
+    width = spec.target_width(drafter.shape.hidden_size)
+    head = torch.randn(len(spec.draft_tokens), width, dtype=dtype) if width else None
+    return Features(tokens, mask, hidden, torch.randn(1, length, width, dtype=dtype), tokens, head)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

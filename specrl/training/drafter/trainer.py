@@ -183,8 +183,6 @@ class Drafter:
         stored = read_drafter(directory, policy_dir, dtype)
         model = Eagle3(stored.shape)
         model.load_state_dict(stored.tensors)
-        sizes = ("draft_vocab_size", "num_layers", "feature_layers", "intermediate_size", "sliding_window")
-        config = config.model_copy(update={name: getattr(stored.shape, name) for name in sizes})
         return cls(model, stored.draft_tokens, policy_dir, config, ranks, seed=seed)
 
     @classmethod
@@ -199,11 +197,9 @@ class Drafter:
 
     @property
     def feature_spec(self) -> FeatureSpec:
-        """The features from which this drafter learns; the kind of their targets depends on the sizes alone."""
-        if self.model.policy_head is not None:
-            return FeatureSpec(self.shape.feature_layers, self.draft_tokens[:0])
-        as_hidden = self.config.keeps_hidden_states(self.shape.hidden_size)
-        return FeatureSpec(self.shape.feature_layers, self.draft_tokens, as_hidden)
+        """The features from which this drafter learns."""
+        has_head = self.model.policy_head is not None
+        return FeatureSpec(self.shape.feature_layers, self.draft_tokens[:0] if has_head else self.draft_tokens)
 
     def update(
         self,

@@ -49,8 +49,8 @@ class KeptRows:
         sampled = batch.sampled[token]
         device = batch.tokens.device
         own = (batch.sampled.cumsum(0) - 1)[token[sampled]]
-        self.outputs = None if windows is None else own.to(device)
-        """The indices of `MicroBatch.predictors` with targets in these rows, ascending int64 [n]; None for all."""
+        self.outputs = slice(None) if windows is None else own.to(device)
+        """The indices of `MicroBatch.predictors` with targets in these rows: all, or ascending int64 [n]."""
         self._places = places[rows, columns.clamp(max=max(places.shape[1] - 1, 0))].to(device)
         self.with_targets = mask.flatten().nonzero()[sampled, 0].to(device)
         """The True places of `mask` whose next token the policy sampled, int64 [n]."""
@@ -136,10 +136,10 @@ def assemble(
         from_stage(min(layer * stages // num_layers, stages - 1), inputs.get(layer), (rows, width, hidden_size), dtype)
         for layer in spec.layers
     ]
-    size = hidden_size if spec.as_hidden else len(spec.draft_tokens)
+    size = spec.target_width(hidden_size)
     targets = top1 = None
     if drafted is not None:
-        targets = drafted.targets.new_zeros(rows * width, size).index_copy_(0, kept.with_targets, drafted.targets)
+        targets = drafted.hidden.new_zeros(rows * width, size).index_copy_(0, kept.with_targets, drafted.hidden)
         top1 = (kept.mask.flatten().long() * NOT_SAMPLED).index_copy_(0, kept.with_targets, drafted.top1)
         targets, top1 = targets.view(rows, width, size), top1.view(rows, width)
     features = Features(

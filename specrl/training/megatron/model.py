@@ -49,16 +49,16 @@ class HeadInput:
     temperature: float
     features: FeatureSpec | None = None
     """The drafter's targets that are returned too."""
-    kept: Tensor | None = None
-    """[kept] int64: the positions whose drafter targets this rank keeps; None for all."""
+    kept: Tensor | slice = slice(None)
+    """The positions whose drafter targets this rank keeps: all, or [kept] int64."""
 
 
 class DraftTargets(NamedTuple):
     """The drafter's targets at the positions that this rank keeps."""
 
-    targets: Tensor
-    """[kept, draft_vocab], logits at temperature 1, or [kept, hidden], what the output layer computes them from; in the
-    compute type, detached."""
+    hidden: Tensor
+    """[kept, hidden]: what the output layer computes the logits from, in the compute type, detached; [kept, 0] for a
+    drafter that needs none."""
     top1: Tensor
     """[kept] int64: the most likely token of the whole vocabulary."""
 
@@ -118,19 +118,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         chosen, layer = rows_of(hidden[:, 0], head.places), self.output()
         scored = partial(token_scores, chosen, head.targets, layer, temperature=head.temperature)
-        if (spec := head.features) is None:
+        if head.features is None:
             return HeadOutput(*scored())
-        top1, logits = list[Tensor](), list[Tensor]()
-
-        def keep_targets(part: Tensor) -> None:
-            top1.append(most_likely(part, layer.first, layer.group))
-            if not spec.as_hidden:
-                logits.append(columns_of(part, spec.draft_tokens, layer.first, layer.group))
-
-        scores = scored(on_logits=keep_targets)
-        kept = slice(None) if head.kept is None else head.kept
-        targets = chosen.detach() if spec.as_hidden else torch.cat(logits)
-        return HeadOutput(*scores, DraftTargets(targets[kept], torch.cat(top1)[kept]))
+        top1 = list[Tensor]()
+        scores = scored(on_logits=lambda part: top1.append(most_likely(part, layer.first, layer.group)))
+        kept = chosen.detach()[head.kept, : head.features.target_width(self.config.hidden_size)]
+        return HeadOutput(*scores, DraftTargets(kept, torch.cat(top1)[head.kept]))
 
     @torch.no_grad()
     def head_rows(self, tokens: Tensor) -> Tensor:

@@ -355,7 +355,7 @@ class Policy:
     ) -> list[Features]:
         drafted = [outcome.drafted for outcome in outcomes] or [None] * len(kept)
         chosen = [(rows, own) for rows, own in zip(kept, drafted, strict=True) if rows is not None]
-        head_rows = self._head_rows(spec) if spec.as_hidden and chosen else None
+        head_rows = self._head_rows(spec) if len(spec.draft_tokens) and chosen else None
         # Recorded tensors are released as they are taken over: keeping both would double the features' memory.
         own, dtype = self.model_rank, self.dtype
         found = [
