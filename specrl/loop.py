@@ -255,7 +255,8 @@ class Trainer:
         """Start writing the checkpoint from which `step` can start, in parallel with that step's generation."""
         self.refit.guard.confirm(step)
         for event in self.refit.guard.take_events() if self.ranks.is_first else ():
-            record_event(self.checkpoints.directory.parent, "drafter", event, step)
+            # Of the step that ends here: a job that starts from the checkpoint drops the events of what it runs again.
+            record_event(self.checkpoints.directory.parent, "drafter", event, max(step - 1, 0))
         self.checkpoints.save(TrainState(step, self.policy, self.drafter, self.engine.precision.kv_scales))
 
     def shutdown(self) -> None:
