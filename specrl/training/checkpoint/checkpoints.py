@@ -25,6 +25,7 @@ from torch import Tensor
 
 from specrl.artifacts import write_json
 from specrl.distributed import TIMEOUT
+from specrl.lineage.history import ADOPTED
 from specrl.lineage.record import BEST_FILE
 from specrl.models.hf_io import write_tensors
 from specrl.training.checkpoint.files import HostCopy, checksum_of, sync_folder
@@ -135,11 +136,13 @@ class Checkpoints:
     def mark_best(self, step: int) -> None:
         """Keep the checkpoint from which `step` starts until another one is marked.
 
-        The one marked before stays until this one is complete: a kill must not leave the run without either.
+        The one marked before stays until this one is complete: a kill must not leave the run without either. It may be
+        one that the stage adopted: the next continuation adopts the one marked here.
         """
         with self._naming:
             self._best_step = step
-            if self._ranks.is_first and self._folder(step).exists():
+            folder = self._folder(step)
+            if self._ranks.is_first and (folder.exists() or (self.directory.parent / ADOPTED / folder.name).exists()):
                 self._write_best(step)
 
     def _write_best(self, step: int) -> None:
