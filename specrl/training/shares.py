@@ -70,9 +70,9 @@ class TrainingShares:
         if experts is not None:
             columns["routes"] = Ragged.of([() if row.routes is None else row.routes for row in held], *experts)
         trained = [self._trained_by(rank) for rank in range(self.ranks.world_size)]
-        columns = rollouts.deliver(self.ranks, columns, trained)
+        found = rollouts.deliver(self.ranks, columns, trained)
         return {
-            number: _sequence(number, {name: column[place] for name, column in columns.items()})
+            number: _sequence(number, {name: rows[place] for name, rows in found.items()})
             for place, number in enumerate(trained[self.ranks.rank].tolist())
         }
 

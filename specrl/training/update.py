@@ -15,7 +15,6 @@ from torch import Tensor
 from specrl.algorithms.objective import TokenTargets, kl_estimates, policy_loss, response_weights
 from specrl.config import Config, TrainConfig
 from specrl.data.problems import derive_seed
-from specrl.distributed import Ragged
 from specrl.models.families import expert_shape_of_model
 from specrl.precision.mismatch import MismatchSums
 from specrl.training.batches import MicroBatch, TokenSequence, pack
@@ -226,7 +225,7 @@ def _aligned(rows: Rows, batch: MicroBatch) -> Tensor | None:
 
 
 def _joined(rows: Sequence[ArrayLike]) -> NDArray[np.float32]:
-    return Ragged.of(rows, np.float32).values
+    return np.concatenate([np.empty(0, np.float32), *(np.asarray(row, np.float32) for row in rows)])
 
 
 def trained_rollouts(rollouts: RolloutBatch, config: TrainConfig) -> list[int]:
