@@ -181,8 +181,8 @@ class Trainer:
 
     def update_policy(self, step: int, rollouts: RolloutBatch) -> PolicyUpdate:
         """Train the policy on the step's rollouts, and record features for the drafter to learn from."""
-        spec = self.drafter.feature_spec if self.drafter is not None and self.updates_drafter(step) else None
-        update = update_policy(self.policy, rollouts, self.config, spec, step=step, teacher=self.teacher)
+        layers = self.drafter.feature_layers if self.drafter is not None and self.updates_drafter(step) else None
+        update = update_policy(self.policy, rollouts, self.config, layers, step=step, teacher=self.teacher)
         if (every := self.config.train.reference_every) is not None and (step + 1) % every == 0:
             self.policy.renew_reference()
         return update

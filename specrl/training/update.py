@@ -18,7 +18,7 @@ from specrl.data.problems import derive_seed
 from specrl.models.families import expert_shape_of_model
 from specrl.precision.mismatch import MismatchSums
 from specrl.training.batches import MicroBatch, TokenSequence, pack
-from specrl.training.features import Features, FeatureSpec
+from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.sample import Sample, sample_sequences
@@ -95,7 +95,7 @@ def update_policy(
     policy: Policy,
     rollouts: RolloutBatch,
     config: Config,
-    spec: FeatureSpec | None,
+    layers: tuple[int, ...] | None,
     *,
     step: int,
     teacher: Policy | None = None,
@@ -106,6 +106,7 @@ def update_policy(
     `policy_logprobs`, under the policy that sampled them, on the rank that writes them.
 
     Args:
+        layers: The layers whose features are kept for the drafter, if it is trained.
         teacher: The frozen policy of `train.teacher`, with the same layout over the ranks as the policy.
     """
     started = time.perf_counter()
@@ -132,8 +133,8 @@ def update_policy(
     taught = _logprob_pass(teacher, _unrouted(batches), config) if teacher is not None else {}
     loss = StepLoss(config.train, own, rollouts.advantages, num_tokens, weights, old, reference, taught)
     logprob_s = penalty_s + time.perf_counter() - started
-    sample = _sample(policy, batches, config, step) if spec is not None else None
-    results, kept = _run_updates(policy, loss, batches, config, spec, sample, step)
+    sample = _sample(policy, batches, config, step) if layers is not None else None
+    results, kept = _run_updates(policy, loss, batches, config, layers, sample, step)
     routing |= routes.disagreement() if routes is not None and len(parts) == 1 else {}
     trained = sum(int(rollouts.response_lengths[part].sum()) for part in parts)
     metrics = _means(results, num_tokens / trained if trained else 0.0)
@@ -272,7 +273,7 @@ def _run_updates(
     loss: StepLoss,
     batches: list[list[MicroBatch]],
     config: Config,
-    spec: FeatureSpec | None,
+    layers: tuple[int, ...] | None,
     sample: Sample | None,
     step: int,
 ) -> tuple[list[dict[str, float]], list[Features]]:
@@ -281,7 +282,7 @@ def _run_updates(
         result, kept = policy.train_step(
             own,
             loss,
-            features=spec,
+            features=layers,
             windows=sample.kept if sample is not None else None,
             temperature=config.sampling.temperature,
             lr=learning_rate(config, step, update),

@@ -12,13 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
-from specrl.config import Config, PolicyConfig, parse_config
+from specrl.config import Config, DrafterConfig, PolicyConfig, parse_config
 from specrl.distributed import Ranks, join, leave
+from specrl.models.directory import HEAD
 from specrl.schemas import Rollout
 from specrl.training import sample
 from specrl.training.batches import MicroBatch, TokenSequence, pack
-from specrl.training.features import Features, FeatureSpec, sequences
+from specrl.training.drafter.trainer import Drafter
+from specrl.training.features import Features, sequences
 from specrl.training.megatron.capture import LayerInputs
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
@@ -29,7 +32,7 @@ from tests.unit.test_drafter import VOCAB, write_policy
 # isort: split
 from megatron.core import parallel_state
 
-SPEC = FeatureSpec((1, 3, 6), torch.arange(0, VOCAB, 2))
+LAYERS = (1, 3, 6)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +120,7 @@ def updated(
     policy = Policy(policy_dir, PolicyConfig(lr=1e-2), dtype="float32", ranks=ranks, seed=0)
     rollouts = step_rollouts()
     batch = RolloutBatch.gather(ranks, rollouts)
-    update = update_policy(policy, batch, step_config(max_tokens, updates), SPEC, step=0)
+    update = update_policy(policy, batch, step_config(max_tokens, updates), LAYERS, step=0)
     features = [item for item in update.features if item is not None]
     return update.metrics, features, {name: tensor.clone() for name, tensor in policy.hf_weights()}, rollouts
 
@@ -173,6 +176,23 @@ def assert_parts(features: list[Features], everything: list[Features]) -> None:
             [found] = [other for other in whole if torch.equal(other.tokens[:, part], row.tokens[:, :width])]
             assert torch.equal(found.hidden[:, part], row.hidden[:, :width])
             inside = row.mask[:, :width]
-            for name in ("targets", "target_top1"):
-                values, expected = getattr(row, name)[:, :width], getattr(found, name)[:, part]
-                assert torch.equal(values[inside], expected[inside]) and not values[~inside].any()
+            top1, expected = row.target_top1[:, :width], found.target_top1[:, part]
+            assert torch.equal(top1[inside], expected[inside]) and not top1[~inside].any()
+
+
+def test_a_drafter_computes_the_policys_logits_from_features_and_a_copy_of_its_head(
+    policy_dir: Path, ranks: Ranks
+) -> None:
+    policy = Policy(policy_dir, PolicyConfig(), dtype="float32", ranks=ranks, seed=0, trainable=False)
+    drafter = Drafter.create(policy_dir, DrafterConfig(), torch.arange(0, VOCAB, 2), ranks)
+    assert drafter.feature_layers == (1, 3, 5, 6)
+    tokens = [(3 + 5 * step) % VOCAB for step in range(9)]
+    (features,) = policy.forward_features([pack([TokenSequence(tokens, 2, 0)], 50)[0]], drafter.feature_layers)
+    last = features.hidden[features.mask][:, -drafter.shape.hidden_size :]
+    with torch.no_grad():
+        logits = LlamaForCausalLM.from_pretrained(policy_dir)(torch.tensor([tokens])).logits[features.mask]
+    expected = logits[:, drafter.draft_tokens]
+    torch.testing.assert_close(drafter.model.policy_logits(last), expected, atol=1e-4, rtol=0)
+    for name, tensor in policy.hf_weights():  # as a refit gives them to it
+        drafter.share(name, 2 * tensor if name == HEAD else tensor)
+    torch.testing.assert_close(drafter.model.policy_logits(last), 2 * expected, atol=2e-4, rtol=0)

@@ -131,11 +131,8 @@ def random_features(drafter: Drafter, length: int) -> Features:
     tokens = torch.randint(drafter.shape.vocab_size, (1, length))
     mask = torch.ones(1, length, dtype=torch.bool)
     mask[:, -1] = False
-    spec, dtype = drafter.feature_spec, drafter.shape.dtype
-    hidden = torch.randn(1, length, len(spec.layers) * drafter.shape.hidden_size, dtype=dtype)
-    width = spec.target_width(drafter.shape.hidden_size)
-    head = torch.randn(len(spec.draft_tokens), width, dtype=dtype) if width else None
-    return Features(tokens, mask, hidden, torch.randn(1, length, width, dtype=dtype), tokens, head)
+    width = len(drafter.feature_layers) * drafter.shape.hidden_size
+    return Features(tokens, mask, torch.randn(1, length, width, dtype=drafter.shape.dtype), tokens)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
