@@ -48,9 +48,8 @@ class KeptRows:
         token = (firsts[rows] + response)[mask]  # its number among the response tokens of the micro-batch
         sampled = batch.sampled[token]
         device = batch.tokens.device
-        own = (batch.sampled.cumsum(0) - 1)[token[sampled]]
-        self.outputs: Tensor | slice = slice(None) if windows is None else own.to(device)
-        """The indices of `MicroBatch.predictors` with targets in these rows: all, or ascending int64 [n]."""
+        self.outputs = (batch.sampled.cumsum(0) - 1)[token[sampled]].to(device)
+        """The indices of `MicroBatch.predictors` with targets in these rows, ascending int64 [n]."""
         self._places = places[rows, columns.clamp(max=max(places.shape[1] - 1, 0))].to(device)
         self.with_targets = mask.flatten().nonzero()[sampled, 0].to(device)
         """The True places of `mask` whose next token the policy sampled, int64 [n]."""
@@ -58,8 +57,8 @@ class KeptRows:
         """The places of these rows whose next token is in the response, bool [rows, width]."""
         self.tokens = batch.tokens[self._places] * inside.to(device)
         """The token ids, int64 [rows, width], 0 where a row is padded."""
-        self.starts = None if windows is None else starts.to(device)
-        """The position of each row's first token, int64 [rows]; None if all are 0."""
+        self.starts = starts.to(device)
+        """The position of each row's first token, int64 [rows]."""
 
     def __len__(self) -> int:
         return len(self.mask)

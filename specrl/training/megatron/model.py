@@ -46,8 +46,8 @@ class HeadInput:
     """[n] int64: the places in the row at which the output layer is evaluated; a place may occur several times."""
     targets: Tensor
     temperature: float
-    kept: Tensor | slice | None = None
-    """The positions whose most likely token is returned too: all, [kept] int64, or None."""
+    kept: Tensor | None = None
+    """[kept] int64: the positions whose most likely token is returned too; None for no token at all."""
 
 
 @dataclass(frozen=True)
