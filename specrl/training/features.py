@@ -42,8 +42,8 @@ class Features:
     target_top1: Tensor
     """int64 `[batch, seq]`: the most likely next token of the full vocabulary; 0 where `mask` is False, and NOT_SAMPLED
     where the policy did not sample the next token."""
-    starts: Tensor | None = None
-    """int64 `[batch]`: the position of each row's first token in its sequence; None if all are 0."""
+    starts: Tensor
+    """int64 `[batch]`: the position of each row's first token in its sequence."""
 
     def choose(self, rows: Sequence[int]) -> Features:
         chosen = list(rows)
@@ -53,7 +53,7 @@ class Features:
         return self._of(lambda tensor: tensor[row : row + 1, :length].clone())
 
     def _of(self, rows: Callable[[Tensor], Tensor]) -> Features:
-        starts = None if self.starts is None else rows(self.starts[:, None])[:, 0]
+        starts = rows(self.starts[:, None])[:, 0]
         return Features(**{part: rows(getattr(self, part)) for part in PARTS}, starts=starts)
 
 
@@ -66,10 +66,8 @@ def sequences(features: Features) -> list[Features]:
 def padded(rows: Sequence[Features]) -> Features:
     """One micro-batch of single sequences, each in its own row, so that none attends to another."""
     width = max(row.tokens.shape[1] for row in rows)
-    starts = [torch.zeros(1, dtype=torch.int64) if row.starts is None else row.starts for row in rows]
     stacked = {part: _stack([getattr(row, part) for row in rows], width) for part in PARTS}
-    where = torch.cat([start.to(rows[0].tokens.device) for start in starts])
-    return Features(**stacked, starts=where)
+    return Features(**stacked, starts=torch.cat([row.starts for row in rows]))
 
 
 def _stack(tensors: Sequence[Tensor], width: int) -> Tensor:

@@ -153,7 +153,8 @@ def write_trained_drafter(
     mask[:, -1] = False
     streams = [*outputs.hidden_states[:-1], *last]  # transformers gives the last one normed
     hidden = torch.cat([streams[layer] for layer in drafter.feature_layers], -1)
-    drafter.update([Features(tokens, mask, hidden, outputs.logits.argmax(-1))], lr=3e-3, epochs=epochs)
+    starts = torch.zeros(len(tokens), dtype=torch.int64)
+    drafter.update([Features(tokens, mask, hidden, outputs.logits.argmax(-1), starts)], lr=3e-3, epochs=epochs)
     drafter.save(directory, policy_version=0)
     return directory
 

@@ -114,7 +114,7 @@ def greedy_features(policy_dir: Path, prompts: Tensor, layers: tuple[int, ...]) 
     mask[:, PROMPT - 1 : -1] = True
     streams = dict(enumerate(outputs.hidden_states)) | {6: last_layer_output(policy, tokens)}
     hidden = torch.cat([streams[layer] for layer in layers], -1)
-    return Features(tokens, mask, hidden, outputs.logits.argmax(-1))
+    return Features(tokens, mask, hidden, outputs.logits.argmax(-1), torch.zeros(len(tokens), dtype=torch.int64))
 
 
 def last_layer_output(policy: LlamaForCausalLM, tokens: Tensor) -> Tensor:

@@ -88,6 +88,7 @@ def make_features(drafter: Drafter, lengths: list[tuple[int, int]], seed: int = 
         mask=mask,
         hidden=ending_in(logits, torch.randn(batch, seq, width, generator=generator).to(drafter.shape.dtype)),
         target_top1=torch.where(outside, excluded, top1),
+        starts=torch.zeros(batch, dtype=torch.int64),
     )
 
 
@@ -170,7 +171,8 @@ def test_padding_and_other_rows_do_not_change_a_sequence(policy_dir: Path) -> No
     enlarge(drafter)
     together = make_features(drafter, [(3, 9), (6, 4)])
     alone = Features(
-        *(part[1:, :10] for part in (together.tokens, together.mask, together.hidden, together.target_top1))
+        *(part[1:, :10] for part in (together.tokens, together.mask, together.hidden, together.target_top1)),
+        together.starts[1:],
     )
     rows = [8, 7, 6]  # chains of the first sequence at each step come first
     for first, single, shared in zip(rows, unroll(drafter, alone), unroll(drafter, together), strict=True):
@@ -232,7 +234,8 @@ def arithmetic_features(drafter: Drafter, seed: int) -> Features:
     mask[:, -1] = False
     logits = 20.0 * (table[tokens][..., None] == known)
     hidden = torch.randn(8, 12, 3 * HIDDEN, generator=generator)
-    return Features(tokens, mask, ending_in(logits, hidden.to(drafter.shape.dtype)), table[tokens])
+    starts = torch.zeros(8, dtype=torch.int64)
+    return Features(tokens, mask, ending_in(logits, hidden.to(drafter.shape.dtype)), table[tokens], starts)
 
 
 def test_acceptance_length_replays_decoding(policy_dir: Path) -> None:
@@ -320,7 +323,8 @@ def merge(left: Features, right: Features) -> Features:
         rows = [F.pad(part, [0, 0] * (part.dim() - 2) + [0, seq - part.shape[1]]) for part in parts]
         return torch.cat(rows)
 
-    return Features(*(padded(name) for name in ("tokens", "mask", "hidden", "target_top1")))
+    starts = torch.cat([left.starts, right.starts])
+    return Features(*(padded(name) for name in ("tokens", "mask", "hidden", "target_top1")), starts)
 
 
 def train_rank(rank: int, policy_dir: Path, out: Path, port: int) -> None:

@@ -169,7 +169,6 @@ def assert_parts(features: list[Features], everything: list[Features]) -> None:
     """Each row is a part of one of the whole sequences, to the bit."""
     whole = [row for item in everything for row in sequences(item)]
     for item in features:
-        assert item.starts is not None
         for row, start in zip([item.choose([row]) for row in range(len(item.mask))], item.starts.tolist(), strict=True):
             width = int(row.mask[0].nonzero()[-1]) + 2
             part = slice(start, start + width)

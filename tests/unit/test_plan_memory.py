@@ -132,7 +132,8 @@ def random_features(drafter: Drafter, length: int) -> Features:
     mask = torch.ones(1, length, dtype=torch.bool)
     mask[:, -1] = False
     width = len(drafter.feature_layers) * drafter.shape.hidden_size
-    return Features(tokens, mask, torch.randn(1, length, width, dtype=drafter.shape.dtype), tokens)
+    hidden = torch.randn(1, length, width, dtype=drafter.shape.dtype)
+    return Features(tokens, mask, hidden, tokens, torch.zeros(1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -102,4 +102,5 @@ def _features(drafter: Drafter, length: int) -> Features:
         mask=(column >= PROMPT_TOKENS) & (column + 1 < length),
         hidden=noise(1, length, len(drafter.feature_layers) * shape.hidden_size),
         target_top1=torch.randint(3, shape.draft_vocab_size, (1, length), device=device),
+        starts=torch.zeros(1, dtype=torch.int64, device=device),
     )

@@ -132,7 +132,7 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
         features=features,
         slot_rows=slot_source,
         columns=slot,
-        positions=slot if features.starts is None else slot + features.starts[slot_source],
+        positions=slot + features.starts[slot_source],
         starts=slot_ids[row, start].to(device),
         alive=[step.to(device) for step in alive],
         alive_on_host=[step.tolist() for step in alive],
