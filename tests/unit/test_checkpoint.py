@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -25,8 +26,9 @@ from specrl.distributed import Ranks
 from specrl.lineage.record import Continuation
 from specrl.models.hf_io import write_tensors
 from specrl.precision.recipe import KvScales
-from specrl.training.checkpoint import files
+from specrl.training.checkpoint import files, manifest
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
+from specrl.training.checkpoint.files import checksum_of
 from specrl.training.checkpoint.load import TrainState, load, load_newest
 from specrl.training.checkpoint.manifest import CheckpointError, read_manifest
 from specrl.training.checkpoint.policy_folder import write_policy_folder
@@ -162,6 +164,23 @@ def make_folder(path: Path) -> None:
 def make_loop(path: Path) -> None:
     path.unlink()
     path.symlink_to(path)
+
+
+def test_a_checkpoint_is_read_again_after_a_failure_of_the_file_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(tmp_path, Retention(3), 1, 2, 3)
+    failures, waits = [errno.ESTALE, errno.EIO], list[float]()
+
+    def failing(path: Path) -> int:
+        if failures:
+            raise OSError(failures.pop(), "the server is starting")
+        return checksum_of(path)
+
+    monkeypatch.setattr(manifest, "checksum_of", failing)
+    monkeypatch.setattr("time.sleep", waits.append)
+    assert restored(tmp_path) == (3, 3.0)
+    assert waits == [5.0, 60.0] and not list(tmp_path.glob("damaged-*"))
 
 
 @pytest.mark.parametrize(
