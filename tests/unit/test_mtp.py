@@ -177,7 +177,7 @@ def test_the_layer_learns_and_leaves_every_policy_gradient_exactly_as_it_is(poli
     before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     with torch.inference_mode():  # as a refit does
         for name, tensor in policy.hf_weights():
-            drafter.model.share(name, tensor)
+            drafter.share(name, tensor)
     first = drafter.update(features, lr=0.0)
     metrics = drafter.update(features, lr=3e-3, epochs=15)
     assert metrics["loss"] < 0.9 * first["loss"] and metrics["grad_norm"] > 0
@@ -206,7 +206,7 @@ def test_what_is_shared_follows_the_policy(policy_dir: Path, ranks: Ranks) -> No
     weights = {name: torch.randn_like(tensor) for name, tensor in load_file(policy_dir / "model.safetensors").items()}
     kept = dict(drafter.named_weights())
     for name, tensor in weights.items():
-        drafter.model.share(name, tensor)
+        drafter.share(name, tensor)
     for name, attribute in drafter.model.SHARED.items():
         assert torch.equal(getattr(drafter.model, attribute), weights[name])
     assert all(torch.equal(kept[name], tensor) for name, tensor in drafter.named_weights())

@@ -203,10 +203,19 @@ class Drafter:
         return own if last in own else (*own, last)
 
     def share(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor of the policy, by its name on disk, if drafting or its targets read it."""
+        """Copy a tensor of the policy, by its name on disk, if the model has it; the others are ignored."""
+        attribute = self.model.SHARED.get(name)
+        if attribute is None:
+            return
         if name == HEAD and self.shape.draft_vocab_size < self.shape.vocab_size:
             tensor = tensor[self.draft_tokens.to(tensor.device)]
-        self.model.share(name, tensor)
+        held: Tensor | None = getattr(self.model, attribute)
+        # A refit streams tensors in inference mode; a tensor created there could not be used in training.
+        with torch.inference_mode(False), torch.no_grad():
+            if held is None:
+                setattr(self.model, attribute, tensor.to(self.ranks.device, self.shape.dtype, copy=True))
+            else:
+                held.copy_(tensor)  # reusing memory saves mapping new pages
 
     def update(
         self,

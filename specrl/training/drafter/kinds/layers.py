@@ -93,19 +93,6 @@ class DraftModule(nn.Module, ABC):
         for attribute in self.SHARED.values():
             self.register_buffer(attribute, None, persistent=False)
 
-    def share(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor of the policy if it is one of `SHARED`; the others are ignored."""
-        if name not in self.SHARED:
-            return
-        device = next(self.parameters()).device
-        held: Tensor | None = getattr(self, self.SHARED[name])
-        # A refit streams tensors in inference mode; a tensor created there could not be used in training.
-        with torch.inference_mode(False), torch.no_grad():
-            if held is None:
-                setattr(self, self.SHARED[name], tensor.to(device, self.shape.dtype, copy=True))
-            else:
-                held.copy_(tensor)  # reusing memory saves mapping new pages
-
     def name_on_disk(self, name: str) -> str:
         return name
 
