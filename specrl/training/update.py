@@ -116,8 +116,8 @@ def update_policy(
     parts = _split_by_group(rollouts, trained_rollouts(rollouts, config.train), config.train.updates_per_step)
     shares = TrainingShares.of(policy, rollouts, parts)
     experts = expert_shape_of_model(policy.hf_config)
-    layers = policy.hf_config.num_hidden_layers
-    own = shares.deliver(rollouts, (experts.route_type, (layers, experts.per_token)) if experts is not None else None)
+    routes_of = (experts.route_type, (policy.hf_config.num_hidden_layers, experts.per_token)) if experts else None
+    own = shares.deliver(rollouts, routes_of)
     batches = [_micro_batches(policy, own, shares.own(update), config) for update in range(len(parts))]
     started = time.perf_counter()
     routes = policy.routing  # measured in the pass under the policy that sampled
