@@ -181,8 +181,8 @@ class Trainer:
 
     def update_policy(self, step: int, rollouts: RolloutBatch) -> PolicyUpdate:
         """Train the policy on the step's rollouts, and record features for the drafter to learn from."""
-        spec = self.drafter.feature_spec if self.drafter is not None and self.updates_drafter(step) else None
-        update = update_policy(self.policy, rollouts, self.config, spec, step=step, teacher=self.teacher)
+        layers = self.drafter.feature_layers if self.drafter is not None and self.updates_drafter(step) else None
+        update = update_policy(self.policy, rollouts, self.config, layers, step=step, teacher=self.teacher)
         if (every := self.config.train.reference_every) is not None and (step + 1) % every == 0:
             self.policy.renew_reference()
         return update
@@ -255,7 +255,8 @@ class Trainer:
         """Start writing the checkpoint from which `step` can start, in parallel with that step's generation."""
         self.refit.guard.confirm(step)
         for event in self.refit.guard.take_events() if self.ranks.is_first else ():
-            record_event(self.checkpoints.directory.parent, "drafter", event, step)
+            # Of the step that ends here: a job that starts from the checkpoint drops the events of what it runs again.
+            record_event(self.checkpoints.directory.parent, "drafter", event, max(step - 1, 0))
         self.checkpoints.save(TrainState(step, self.policy, self.drafter, self.engine.precision.kv_scales))
 
     def shutdown(self) -> None:

@@ -65,7 +65,8 @@ class LiteralDrafter:
         """Slots 0..start from the policy's features `[seq, layers * hidden]`."""
         self.keys, self.values = ([[] for _ in range(self.shape.num_layers)] for _ in range(2))
         for slot in range(start + 1):
-            fed = self.weights["fc.weight"] @ self._normed_features(features[slot].double())
+            own = features[slot, : self.weights["fc.weight"].shape[1]]
+            fed = self.weights["fc.weight"] @ self._normed_features(own.double())
             logits, hidden = self.feed(tokens[slot + 1], fed, slot)
         return [logits], logits, hidden
 

@@ -156,7 +156,7 @@ def greedy_features(directory: Path, prompts: Tensor, length: int) -> Features:
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
     mask[:, prompts.shape[1] - 1 : -1] = True
     hidden, logits = last_hidden(model, tokens)
-    return Features(tokens, mask, hidden, logits[..., :0], logits.argmax(-1))
+    return Features(tokens, mask, hidden, logits.argmax(-1), torch.zeros(len(tokens), dtype=torch.int64))
 
 
 class LiteralMtp:

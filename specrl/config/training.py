@@ -87,10 +87,6 @@ class PolicyConfig(Section):
     """Adapters that are trained instead of the weights, such as `{ rank = 8, alpha = 16 }`; None trains all weights."""
 
 
-MIN_SAVED = 2**28
-"""The numbers to be saved above which hidden states are kept instead of logits."""
-
-
 class DrafterConfig(Section):
     """The drafter: the shape of EAGLE-3, pretraining on the policy's own responses, and the online update.
 
@@ -170,15 +166,6 @@ class DrafterConfig(Section):
     def num_features(self) -> int:
         """The number of the policy's hidden states that EAGLE-3 reads for each token; 3 by default."""
         return 3 if self.feature_layers is None else len(self.feature_layers)
-
-    def keeps_hidden_states(self, hidden_size: int) -> bool:
-        """Whether EAGLE-3's targets are stored as the policy's last hidden states plus the rows of its head.
-
-        So they are if this takes much less memory than logits on the draft vocabulary, which are then recomputed when
-        needed.
-        """
-        tokens, vocabulary = max(self.max_tokens_per_step, self.max_tokens_per_window), self.draft_vocab_size
-        return tokens * vocabulary - (tokens + vocabulary) * hidden_size >= MIN_SAVED
 
 
 LossMean = Literal["token", "response", "constant"]

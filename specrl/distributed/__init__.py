@@ -7,7 +7,7 @@ so that any NumPy type can be sent without GPU memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -114,24 +114,6 @@ class Ragged:
         kind = np.dtype(dtype)
         return cls([np.ascontiguousarray(row, kind).reshape(-1, *item_shape) for row in rows], kind, item_shape)
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: int) -> Array:
-        return self.rows[row]
-
-    def __iter__(self) -> Iterator[Array]:
-        return iter(self.rows)
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return np.array([len(row) for row in self.rows], np.int64)
-
-    @property
-    def values(self) -> Array:
-        """[sum of lengths, *item_shape]: a copy of the rows, one after another."""
-        return np.concatenate([np.empty((0, *self.item_shape), self.dtype), *self.rows])
-
     def row_of_length(self, length: int) -> Array:
         return np.empty((length, *self.item_shape), self.dtype)
 
@@ -153,23 +135,23 @@ class Route:
         return np.flatnonzero(missing)
 
 
-def deliver(ranks: Ranks, columns: Mapping[str, Ragged], route: Route) -> dict[str, Ragged]:
+def deliver(ranks: Ranks, columns: Mapping[str, Ragged], route: Route) -> dict[str, list[Array]]:
     """Send rows of several columns to the ranks that want them (collective).
 
     Columns have a row for each entry of this rank's `route.held`, and the same names, types and item shapes on every
     rank. Returns the rows of `route.wanted`; those that this rank holds are not copies and must not be changed.
     """
     held, wanted = route.held[ranks.rank], route.wanted[ranks.rank]
-    assert all(len(column) == len(held) for column in columns.values()), "a row for each one that is held"
+    assert all(len(column.rows) == len(held) for column in columns.values()), "a row for each one that is held"
     local = route.messages(ranks.rank, ranks.rank).tolist()
     places = np.searchsorted(held, wanted[local]).tolist()
     found: dict[str, list[Array]] = {}
     for name, column in columns.items():
         found[name] = [column.row_of_length(0)] * len(wanted)
         for position, place in zip(local, places, strict=True):
-            found[name][position] = column[place]
+            found[name][position] = column.rows[place]
     sources, targets = list(columns.values()), list(found.values())
-    own = np.array([column.lengths for column in sources], np.int64)  # [columns, rows]
+    own = np.array([[len(row) for row in column.rows] for column in sources], np.int64)  # [columns, rows]
     for distance in range(1, ranks.world_size):  # all ranks send equally far ahead, which avoids circular waits
         to, source = (ranks.rank + distance) % ranks.world_size, (ranks.rank - distance) % ranks.world_size
         asked = route.wanted[to][route.messages(ranks.rank, to)]
@@ -180,13 +162,13 @@ def deliver(ranks: Ranks, columns: Mapping[str, Ragged], route: Route) -> dict[s
         for column, target, of_column in zip(sources, targets, lengths.tolist(), strict=True):
             for position, length in zip(receives.tolist(), of_column, strict=True):
                 target[position] = column.row_of_length(length)
-        sent = [_bytes(rows[place]) for place in sends.tolist() for rows in sources]
+        sent = [_bytes(column.rows[place]) for place in sends.tolist() for column in sources]
         views = [_bytes(rows[position]) for position in receives.tolist() for rows in targets]
         received = np.empty(sum(map(len, views)), np.uint8)
         _swap(to, np.concatenate([np.empty(0, np.uint8), *sent]), source, received)
         for view, part in zip(views, np.split(received, np.cumsum([0, *map(len, views)])[1:]), strict=False):
             view[:] = part
-    return {name: Ragged(rows, columns[name].dtype, columns[name].item_shape) for name, rows in found.items()}
+    return found
 
 
 def gather_columns(ranks: Ranks, columns: Mapping[str, Array]) -> tuple[dict[str, Array], NDArray[np.int64]]:

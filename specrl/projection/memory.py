@@ -280,14 +280,13 @@ def drafter_items(rank: Rank, *, responses: int) -> list[MemoryItem]:
     """
     shape, drafter = rank.shape, rank.config.drafter
     count, policy_layer = rank.drafter_parameters, rank.config.speculation.draft_method.is_policy_layer
-    # The policy's layer reads one hidden state, from which the targets over the whole vocabulary are computed.
-    as_hidden = not policy_layer and drafter.keeps_hidden_states(shape.hidden_size)
-    targets = shape.hidden_size if as_hidden else drafter.draft_vocab_size
-    features = shape.hidden_size if policy_layer else drafter.num_features * shape.hidden_size + targets
-    copies = shape.embedding_parameters * (2 if policy_layer else 1)
+    # The last hidden state, from which targets are computed, is the only one that the policy's layer reads.
+    features = shape.hidden_size * (1 if policy_layer else drafter.num_features + 1)
+    vocabulary = shape.vocab_size if policy_layer else drafter.draft_vocab_size
+    copies = shape.embedding_parameters + vocabulary * shape.hidden_size
     longest = -(-responses // rank.data_parallel) * rank.config.model.max_length
     budget = drafter.max_tokens_per_window if rank.pretrains else drafter.max_tokens_per_step
-    shared = "the policy's, whole, and its head" if policy_layer else "the policy's, whole"
+    shared = f"the policy's, whole, and its head for {vocabulary} tokens"
     tokens = rank.longest_micro_batch
     if rank.pretrains:
         tokens = max(drafter.tokens_per_micro_batch, rank.config.model.max_length)
@@ -298,7 +297,7 @@ def drafter_items(rank: Rank, *, responses: int) -> list[MemoryItem]:
         _item("drafter and its Adam", count * 4 * FP32, f"{count / 1e6:.1f} M parameters x 16 B, not sharded"),
         _item("drafter's embeddings", copies * rank.dtype_bytes, shared),
         drafter_activations(rank, tokens),
-        *_feature_items(rank, min(max(budget, tokens), longest), features, targets),
+        _features(rank, min(max(budget, tokens), longest), features),
     ]
 
 
@@ -344,25 +343,16 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
     )
 
 
-def _feature_items(rank: Rank, tokens: int, numbers: int, targets: int) -> list[MemoryItem]:
-    # Targets exist twice, because they leave the policy's head packed and are then padded; if they are hidden states,
-    # the head's rows for the draft vocabulary are also kept. Ranks that train the drafter in idle time keep the
-    # features of two more steps (`training/drafter/online/spot.py`). Ranks that hold one copy of the policy divide the
-    # rows, one of which may be as long as the longest sequence; the targets leave the head undivided.
+def _features(rank: Rank, tokens: int, numbers: int) -> MemoryItem:
+    # Ranks that train the drafter in idle time keep the features of two more steps (`training/drafter/spot.py`). Ranks
+    # that hold one copy of the policy divide the rows, one of which may be as long as the longest sequence.
     config, size = rank.config, numbers * rank.dtype_bytes
     copies = 3 if config.bubbles.trains_drafter and not rank.pretrains else 1
     parallel = config.policy.tensor_parallel * config.policy.pipeline_parallel
     held = tokens if parallel == 1 else min(tokens, tokens / parallel + config.model.max_length)
     how = f"{held:.0f} tokens x {size / 1024:.1f} KiB"
     steps = ", of 3 steps" if copies > 1 else ""
-    items = [_item("drafter's features", copies * held * size, how + steps)]
-    if config.speculation.draft_method.is_policy_layer:
-        return items
-    if config.drafter.keeps_hidden_states(rank.shape.hidden_size):
-        rows = config.drafter.draft_vocab_size * rank.shape.hidden_size * rank.dtype_bytes
-        items.append(_item("head's rows for the drafter", copies * rows, "hidden states are kept instead of logits"))
-    how = f"{tokens} tokens x {targets}, before they are laid out"
-    return [*items, _item("drafter's targets", tokens * targets * rank.dtype_bytes, how, "policy")]
+    return _item("drafter's features", copies * held * size, how + steps)
 
 
 def engine_items(rank: Rank) -> list[MemoryItem]:

@@ -157,7 +157,7 @@ def pretrain_drafter(
         policy = frozen_policy(config, policy_dir, ranks)
     drafter = new_drafter(config, policy_dir, list(rollouts.held.values()), ranks, prepared.drafter_dir)
     shares = TrainingShares.of(policy, rollouts, [list(range(len(rollouts)))])
-    own = shares.deliver(rollouts, logprobs=False)
+    own = shares.deliver(rollouts)
     sequences = [own[number] for number in shares.own(0)]
     batches = pack(sequences, config.drafter.tokens_per_micro_batch, policy.pad_multiple, counts_repeated=True)
     progress.update(0, 1, phase="features of the policy")

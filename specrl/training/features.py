@@ -11,19 +11,7 @@ from torch.nn import functional as F
 
 NOT_SAMPLED = -1
 """The value of `Features.target_top1` if an environment wrote the next token, which is neither drafted nor learned."""
-PARTS = ("tokens", "mask", "hidden", "targets", "target_top1")
-
-
-@dataclass(frozen=True)
-class FeatureSpec:
-    layers: tuple[int, ...]
-    """Layer indices. Index i means the residual stream that enters layer i, as in vLLM and SGLang; in a policy of n
-    layers, index n means the one that leaves the last layer."""
-    draft_tokens: Tensor
-    """int64 `[draft_vocab]`, sorted, on the policy's device: the target ids of the draft vocabulary. It is empty for a
-    drafter that has the policy's head, and so can compute the policy's logits itself."""
-    as_hidden: bool = False
-    """Whether the targets are the policy's last hidden states and the rows of its head instead of its logits."""
+PARTS = ("tokens", "mask", "hidden", "target_top1")
 
 
 @dataclass(frozen=True)
@@ -48,23 +36,14 @@ class Features:
     mask: Tensor
     """bool `[batch, seq]`: True at i where tokens[:, i + 1] is a response token; the last column is False."""
     hidden: Tensor
-    """`[batch, seq, layers * hidden]` in the policy's compute type: the inputs of the chosen layers, concatenated."""
-    targets: Tensor
-    """`[batch, seq, draft_vocab]`: the policy's logits for the next token, on the draft vocabulary; or, where there is
-    a `head`, `[batch, seq, hidden]`: the hidden states that it computes these logits from. 0 where `mask` is False."""
+    """`[batch, seq, layers * hidden]` in the policy's compute type: the residual streams that enter the chosen layers,
+    concatenated. The last one leaves the last layer: the drafter computes the policy's logits from it, which would take
+    far more memory."""
     target_top1: Tensor
     """int64 `[batch, seq]`: the most likely next token of the full vocabulary; 0 where `mask` is False, and NOT_SAMPLED
     where the policy did not sample the next token."""
-    head: Tensor | None = None
-    """`[draft_vocab, hidden]`: the rows of the policy's head for the draft vocabulary, as of the same forward pass; all
-    micro-batches of the pass share them. None where `targets` are logits."""
-    starts: Tensor | None = None
-    """int64 `[batch]`: the position of each row's first token in its sequence; None if all are 0."""
-
-    def logits(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """The policy's logits on the draft vocabulary at the places `rows`, `columns` `[n]`: `[n, draft_vocab]`."""
-        targets = self.targets[rows, columns]
-        return targets if self.head is None else F.linear(targets, self.head)
+    starts: Tensor
+    """int64 `[batch]`: the position of each row's first token in its sequence."""
 
     def choose(self, rows: Sequence[int]) -> Features:
         chosen = list(rows)
@@ -74,8 +53,8 @@ class Features:
         return self._of(lambda tensor: tensor[row : row + 1, :length].clone())
 
     def _of(self, rows: Callable[[Tensor], Tensor]) -> Features:
-        starts = None if self.starts is None else rows(self.starts[:, None])[:, 0]
-        return Features(**{part: rows(getattr(self, part)) for part in PARTS}, head=self.head, starts=starts)
+        starts = rows(self.starts[:, None])[:, 0]
+        return Features(**{part: rows(getattr(self, part)) for part in PARTS}, starts=starts)
 
 
 def sequences(features: Features) -> list[Features]:
@@ -85,16 +64,10 @@ def sequences(features: Features) -> list[Features]:
 
 
 def padded(rows: Sequence[Features]) -> Features:
-    """One micro-batch of single sequences, each in its own row, so that none attends to another.
-
-    All must have targets of the same kind, and those with hidden states must be from the same forward pass.
-    """
+    """One micro-batch of single sequences, each in its own row, so that none attends to another."""
     width = max(row.tokens.shape[1] for row in rows)
-    assert all(row.head is rows[0].head for row in rows), "a micro-batch has one head"
-    starts = [torch.zeros(1, dtype=torch.int64) if row.starts is None else row.starts for row in rows]
     stacked = {part: _stack([getattr(row, part) for row in rows], width) for part in PARTS}
-    where = torch.cat([start.to(rows[0].tokens.device) for start in starts])
-    return Features(**stacked, head=rows[0].head, starts=where)
+    return Features(**stacked, starts=torch.cat([row.starts for row in rows]))
 
 
 def _stack(tensors: Sequence[Tensor], width: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -180,7 +181,7 @@ class RolloutBatch:
 
     def deliver(
         self, ranks: Ranks, columns: Mapping[str, Ragged], wanted: Sequence[NDArray[np.int64]]
-    ) -> dict[str, Ragged]:
+    ) -> dict[str, list[NDArray[Any]]]:
         """Send rows of the rollouts in `held` to the ranks that want them, by rollout number (collective)."""
         held = [np.flatnonzero(self.engines == rank // self.engine_size) for rank in range(ranks.world_size)]
         return deliver(ranks, columns, Route(self.first_ranks(), wanted, held))

@@ -54,38 +54,32 @@ class TrainingShares:
         return self.dealt[update][int(self.dp_ranks[self.ranks.rank])]
 
     def deliver(
-        self, rollouts: RolloutBatch, experts: tuple[str, tuple[int, int]] | None = None, *, logprobs: bool = True
+        self, rollouts: RolloutBatch, experts: tuple[str, tuple[int, int]] | None = None
     ) -> dict[int, TokenSequence]:
-        """Send each rollout's tokens, and routes of this type and shape, to the ranks that train on it (collective).
+        """Send what is learned from each rollout to the ranks that train on it (collective).
 
-        The engine's log-probs go to the ranks that compute the loss. Returns this rank's rollouts by number.
+        `experts` is the type and the shape of a token's routes. Returns this rank's rollouts by number.
         """
         held = list(rollouts.held.values())
-        trained = [self._trained_by(rank) for rank in range(self.ranks.world_size)]
-        tokens = {
+        columns = {
             "prompt": Ragged.of([rollout.prompt_tokens for rollout in held], np.int32),
             "response": Ragged.of([rollout.response_tokens for rollout in held], np.int32),
             "turns": Ragged.of([rollout.turns for rollout in held], np.int32),
+            "generation_logprobs": Ragged.of([rollout.whole_generation_logprobs for rollout in held], np.float32),
         }
-        columns = rollouts.deliver(self.ranks, tokens, trained)
-        if logprobs:
-            rows = Ragged.of([rollout.whole_generation_logprobs for rollout in held], np.float32)
-            compared = [rows if self.computes_loss[rank] else _NONE for rank, rows in enumerate(trained)]
-            columns |= rollouts.deliver(self.ranks, {"generation_logprobs": rows}, compared)
         if experts is not None:
-            chosen = [() if rollout.routes is None else rollout.routes for rollout in held]
-            ragged = Ragged.of(chosen, *experts)
-            columns |= rollouts.deliver(self.ranks, {"routes": ragged}, trained)
-        filled = {name: column for name, column in columns.items() if len(column)}
+            columns["routes"] = Ragged.of([() if row.routes is None else row.routes for row in held], *experts)
+        trained = [self._trained_by(rank) for rank in range(self.ranks.world_size)]
+        found = rollouts.deliver(self.ranks, columns, trained)
         return {
-            number: _sequence(number, {name: column[place] for name, column in filled.items()})
+            number: _sequence(number, {name: rows[place] for name, rows in found.items()})
             for place, number in enumerate(trained[self.ranks.rank].tolist())
         }
 
     def return_logprobs(self, rollouts: RolloutBatch, found: Rows) -> None:
         """Set the computed `policy_logprobs` of rollouts on the ranks that write them (collective)."""
-        everyone = range(self.ranks.world_size)
-        held = [self._trained_by(rank) if self.computes_loss[rank] else _NONE for rank in everyone]
+        everyone, nothing = range(self.ranks.world_size), np.empty(0, np.int64)
+        held = [self._trained_by(rank) if self.computes_loss[rank] else nothing for rank in everyone]
         sender = np.full(len(rollouts), -1, np.int64)
         for rank in np.flatnonzero(self.computes_loss & self.is_first_shard):
             sender[held[rank]] = rank
@@ -109,7 +103,7 @@ def _sequence(number: int, row: Mapping[str, NDArray[Any]]) -> TokenSequence:
         number,
         None if routes is None or not len(routes) else routes,
         sampled_mask(turns) if len(turns) else None,
-        row.get("generation_logprobs", np.empty(0, np.float32)),
+        row["generation_logprobs"],
     )
 
 
@@ -141,6 +135,3 @@ def _tokens_to_compute(rollouts: RolloutBatch, numbers: Sequence[int]) -> int:
     first_of_prompt = {int(rollouts.prompt_ids[number]): number for number in numbers}
     prompts = int(rollouts.prompt_lengths[list(first_of_prompt.values())].sum())
     return prompts + int((rollouts.lengths - rollouts.prompt_lengths)[list(numbers)].sum())
-
-
-_NONE = np.empty(0, np.int64)

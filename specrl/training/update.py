@@ -15,11 +15,10 @@ from torch import Tensor
 from specrl.algorithms.objective import TokenTargets, kl_estimates, policy_loss, response_weights
 from specrl.config import Config, TrainConfig
 from specrl.data.problems import derive_seed
-from specrl.distributed import Ragged
 from specrl.models.families import expert_shape_of_model
 from specrl.precision.mismatch import MismatchSums
 from specrl.training.batches import MicroBatch, TokenSequence, pack
-from specrl.training.features import Features, FeatureSpec
+from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.sample import Sample, sample_sequences
@@ -96,7 +95,7 @@ def update_policy(
     policy: Policy,
     rollouts: RolloutBatch,
     config: Config,
-    spec: FeatureSpec | None,
+    layers: tuple[int, ...] | None,
     *,
     step: int,
     teacher: Policy | None = None,
@@ -107,6 +106,7 @@ def update_policy(
     `policy_logprobs`, under the policy that sampled them, on the rank that writes them.
 
     Args:
+        layers: The layers whose features are kept for the drafter, if it is trained.
         teacher: The frozen policy of `train.teacher`, with the same layout over the ranks as the policy.
     """
     started = time.perf_counter()
@@ -116,8 +116,8 @@ def update_policy(
     parts = _split_by_group(rollouts, trained_rollouts(rollouts, config.train), config.train.updates_per_step)
     shares = TrainingShares.of(policy, rollouts, parts)
     experts = expert_shape_of_model(policy.hf_config)
-    layers = policy.hf_config.num_hidden_layers
-    own = shares.deliver(rollouts, (experts.route_type, (layers, experts.per_token)) if experts is not None else None)
+    routes_of = (experts.route_type, (policy.hf_config.num_hidden_layers, experts.per_token)) if experts else None
+    own = shares.deliver(rollouts, routes_of)
     batches = [_micro_batches(policy, own, shares.own(update), config) for update in range(len(parts))]
     started = time.perf_counter()
     routes = policy.routing  # measured in the pass under the policy that sampled
@@ -133,8 +133,8 @@ def update_policy(
     taught = _logprob_pass(teacher, _unrouted(batches), config) if teacher is not None else {}
     loss = StepLoss(config.train, own, rollouts.advantages, num_tokens, weights, old, reference, taught)
     logprob_s = penalty_s + time.perf_counter() - started
-    sample = _sample(policy, batches, config, step) if spec is not None else None
-    results, kept = _run_updates(policy, loss, batches, config, spec, sample, step)
+    sample = _sample(policy, batches, config, step) if layers is not None else None
+    results, kept = _run_updates(policy, loss, batches, config, layers, sample, step)
     routing |= routes.disagreement() if routes is not None and len(parts) == 1 else {}
     trained = sum(int(rollouts.response_lengths[part].sum()) for part in parts)
     metrics = _means(results, num_tokens / trained if trained else 0.0)
@@ -226,7 +226,7 @@ def _aligned(rows: Rows, batch: MicroBatch) -> Tensor | None:
 
 
 def _joined(rows: Sequence[ArrayLike]) -> NDArray[np.float32]:
-    return Ragged.of(rows, np.float32).values
+    return np.concatenate([np.empty(0, np.float32), *(np.asarray(row, np.float32) for row in rows)])
 
 
 def trained_rollouts(rollouts: RolloutBatch, config: TrainConfig) -> list[int]:
@@ -273,7 +273,7 @@ def _run_updates(
     loss: StepLoss,
     batches: list[list[MicroBatch]],
     config: Config,
-    spec: FeatureSpec | None,
+    layers: tuple[int, ...] | None,
     sample: Sample | None,
     step: int,
 ) -> tuple[list[dict[str, float]], list[Features]]:
@@ -282,7 +282,7 @@ def _run_updates(
         result, kept = policy.train_step(
             own,
             loss,
-            features=spec,
+            features=layers,
             windows=sample.kept if sample is not None else None,
             temperature=config.sampling.temperature,
             lr=learning_rate(config, step, update),

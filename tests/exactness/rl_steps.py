@@ -145,7 +145,7 @@ def policy_gradients(trainer: Trainer) -> dict[str, float | None]:
     rollouts = read_rollouts(next(iter(sorted(trainer.recorder.rollouts_dir.glob("step=*/rank-*.arrow")))))
     assert trainer.drafter is not None
     batch = RolloutBatch.gather(trainer.ranks, rollouts)
-    features = update_policy(trainer.policy, batch, trainer.config, trainer.drafter.feature_spec, step=0).features
+    features = update_policy(trainer.policy, batch, trainer.config, trainer.drafter.feature_layers, step=0).features
     model = trainer.policy.model
     for parameter in model.parameters():
         parameter.grad = None

@@ -146,13 +146,15 @@ def write_trained_drafter(
         for _ in range(12):
             probs = policy(tokens).logits[:, -1].softmax(-1)
             tokens = torch.cat([tokens, probs.multinomial(1, generator=generator)], 1)
+        last: list[Tensor] = []
+        policy.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
         outputs = policy(tokens, output_hidden_states=True)
     mask = torch.ones(tokens.shape, dtype=torch.bool)
     mask[:, -1] = False
-    spec = drafter.feature_spec
-    hidden = torch.cat([outputs.hidden_states[layer] for layer in spec.layers], -1)
-    features = Features(tokens, mask, hidden, outputs.logits[..., spec.draft_tokens], outputs.logits.argmax(-1))
-    drafter.update([features], lr=3e-3, epochs=epochs)
+    streams = [*outputs.hidden_states[:-1], *last]  # transformers gives the last one normed
+    hidden = torch.cat([streams[layer] for layer in drafter.feature_layers], -1)
+    starts = torch.zeros(len(tokens), dtype=torch.int64)
+    drafter.update([Features(tokens, mask, hidden, outputs.logits.argmax(-1), starts)], lr=3e-3, epochs=epochs)
     drafter.save(directory, policy_version=0)
     return directory
 

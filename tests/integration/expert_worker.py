@@ -94,7 +94,7 @@ def run(name: str, layout: Layout, ranks: Ranks, scratch: Path) -> dict[str, Any
     batches, replayed = my_batches(policy), my_batches(policy, with_routes=True)
     result: dict[str, Any] = {"loaded": shared.weights_of(policy)}
     result["num_parameters"] = sum(parameter.numel() for parameter in policy.model.parameters())
-    features = policy.forward_features(batches, shared.SPEC)
+    features = policy.forward_features(batches, shared.LAYERS)
     result["hidden"] = shared.by_sequence(batches, [item.hidden for item in features])
     result["logprobs"] = shared.by_response(batches, policy.logprobs(batches, temperature=0.7))
     checkpoints = Checkpoints(scratch / name, policy, Retention(1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.load import TrainState, load
 from specrl.training.checkpoint.manifest import CheckpointError
 from specrl.training.drafter.trainer import Drafter
-from specrl.training.features import FeatureSpec
 from specrl.training.megatron import scores
 from specrl.training.megatron.policy import Policy
 from specrl.training.megatron.scores import MAX_LOGITS
@@ -67,8 +66,8 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False, rope_parameters=LINEAR),
     ),
 }
-SPEC = FeatureSpec((2, 3, 4, 6), torch.arange(VOCABULARY))
-"""With what leaves the last of the 6 layers, which a multi-token-prediction layer reads."""
+LAYERS = (2, 3, 4, 6)
+"""With what leaves the last of the 6 layers, from which a drafter computes its targets."""
 CONFIG = {"lr": 1e-3, "clip_grad": 0.5}
 """Adam moves a weight by about `lr` however small its gradient is, and near zero its sign is the rounding of a CPU."""
 
@@ -170,18 +169,20 @@ def run_family(model_dir: Path, layout: tuple[int, int], ranks: Ranks, scratch: 
     policy = Policy(model_dir, config, dtype="float32", ranks=ranks, seed=0, keep_reference=True)
     result: dict[str, Any] = {"loaded": weights_of(policy), "stage": policy.pp_rank, "traffic": refit_traffic(policy)}
     batches = my_batches(policy)
-    features = policy.forward_features(batches, SPEC)
-    result["logits"] = by_sequence(batches, [item.targets for item in features])
+    features = policy.forward_features(batches, LAYERS)
+    head = Drafter.create(model_dir, DrafterConfig(), torch.arange(VOCABULARY), ranks).model.policy_logits
+    last = SHAPE["hidden_size"]
+    result["logits"] = by_sequence(batches, [head(item.hidden[..., -last:]) for item in features])
     result["top1"] = by_sequence(batches, [item.target_top1 for item in features])
     result["hidden"] = by_sequence(batches, [item.hidden for item in features])
     result["logprobs"] = by_response(batches, policy.logprobs(batches, temperature=0.7))
-    result["metrics"], trained_features = policy.train_step(batches, loss, features=SPEC)
+    result["metrics"], trained_features = policy.train_step(batches, loss, features=LAYERS)
     result["features_equal"] = all(
-        torch.equal(a.hidden, b.hidden) and torch.equal(a.targets, b.targets)
+        torch.equal(a.hidden, b.hidden) and torch.equal(a.target_top1, b.target_top1)
         for a, b in zip(features, trained_features, strict=True)
     )
     if layout != (1, 1) or ranks.world_size == 1:  # data-parallel ranks have samples of their own
-        result["drafters"] = [train_drafter(policy, as_hidden) for as_hidden in (False, True)]
+        result["drafter"] = train_drafter(policy)
     before = weights_of(policy)
     policy.train_step([], loss)
     result["unmoved"] = all(torch.equal(before[name], tensor) for name, tensor in policy.hf_weights())
@@ -202,26 +203,24 @@ def run_family(model_dir: Path, layout: tuple[int, int], ranks: Ranks, scratch: 
 def one_pass(policy: Policy, batches: list[MicroBatch], most: int) -> dict[str, list[Tensor]]:
     """What a forward and a backward pass give where at most so many logits exist at a time."""
     scores.MAX_LOGITS = most  # this process is the test's own
-    features = policy.forward_features(batches, SPEC)
+    features = policy.forward_features(batches, LAYERS)
     return {
         "logprobs": policy.logprobs(batches, temperature=0.7),
-        "targets": [item.targets for item in features],
         "top1": [item.target_top1 for item in features],
         "gradients": gradients(policy, batches),
     }
 
 
-def train_drafter(policy: Policy, as_hidden: bool) -> dict[str, Any]:
+def train_drafter(policy: Policy) -> dict[str, Any]:
     """What a drafter learns from a sample whose rows the ranks divide among them."""
     config = DrafterConfig(max_tokens_per_step=90, tokens_per_micro_batch=50)
     drafter = Drafter.create(policy.model_dir, config, torch.arange(0, VOCABULARY - 1, 2), policy.ranks, seed=3)
-    spec = replace(drafter.feature_spec, as_hidden=as_hidden)
     batches = pack(sequences(), 90, policy.pad_multiple)
     sampling.MIN_WINDOW = 16  # this process is the test's own
     sample = sampling.sample_sequences(
         [batches], max_tokens=90, tokens_per_micro_batch=50, owners=policy.model_size, seed=1
     )
-    kept = policy.forward_features(batches, spec, sample.windows)
+    kept = policy.forward_features(batches, drafter.feature_layers, sample.windows)
     num_rows = sum(len(item.mask) for item in kept)
     features = sample.arrange(kept, batches, policy.model_rank)
     metrics = [drafter.update(features, lr=1e-3, epochs=2), drafter.update(features, lr=0.0)]

@@ -102,7 +102,7 @@ def write_policy(directory: Path, rope: dict[str, Any]) -> Path:
     return directory
 
 
-def greedy_features(policy_dir: Path, prompts: Tensor, drafter_spec: Any) -> Features:
+def greedy_features(policy_dir: Path, prompts: Tensor, layers: tuple[int, ...]) -> Features:
     """Greedy responses of the policy, and the features of its own forward pass over them."""
     policy = LlamaForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
     tokens = prompts
@@ -113,9 +113,8 @@ def greedy_features(policy_dir: Path, prompts: Tensor, drafter_spec: Any) -> Fea
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
     mask[:, PROMPT - 1 : -1] = True
     streams = dict(enumerate(outputs.hidden_states)) | {6: last_layer_output(policy, tokens)}
-    hidden = torch.cat([streams[layer] for layer in drafter_spec.layers], -1)
-    logits = outputs.logits[..., drafter_spec.draft_tokens]
-    return Features(tokens, mask, hidden, logits, outputs.logits.argmax(-1))
+    hidden = torch.cat([streams[layer] for layer in layers], -1)
+    return Features(tokens, mask, hidden, outputs.logits.argmax(-1), torch.zeros(len(tokens), dtype=torch.int64))
 
 
 def last_layer_output(policy: LlamaForCausalLM, tokens: Tensor) -> Tensor:
@@ -179,10 +178,10 @@ def check_drafts(
     vocabulary = drafter.draft_tokens
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(VOCAB, (48, PROMPT), generator=generator)
-    drafter.update([greedy_features(policy_dir, prompts, drafter.feature_spec)], lr=3e-3, epochs=60)
+    drafter.update([greedy_features(policy_dir, prompts, drafter.feature_layers)], lr=3e-3, epochs=60)
     drafter.save(folder / "drafter", policy_version=0)
     drafter = Drafter.load(folder / "drafter", policy_dir, drafter.config, ALONE)
-    features = greedy_features(policy_dir, prompts[:4], drafter.feature_spec)
+    features = greedy_features(policy_dir, prompts[:4], drafter.feature_layers)
 
     FORMATS[form].write(ExportedDrafter(folder / "drafter", policy_dir, str(policy_dir), K), folder / form)
     proposals, alone = vllm_proposals(policy_dir, folder / form, features.tokens, monkeypatch)

@@ -13,7 +13,8 @@ from tests.checkpoints import whole_state
 from tests.forks import run_module
 from tests.integration import expert_worker as worker
 from tests.integration.expert_worker import LAYOUTS
-from tests.integration.policy_worker import SPEC, sequences
+from tests.integration.policy_worker import LAYERS as FEATURE_LAYERS
+from tests.integration.policy_worker import sequences
 
 WHOLE = [name for name, layout in LAYOUTS.items() if layout.source is None]
 MOVED = [name for name, layout in LAYOUTS.items() if layout.source is not None]
@@ -47,7 +48,7 @@ def test_log_probs_and_features_equal_transformers(results: Results, scratch: Pa
         expected = (out.logits[0, :-1] / 0.7).log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
         expected = expected[sequence.prompt_length - 1 :]
         torch.testing.assert_close(logprobs[sequence.index], expected, atol=2e-4, rtol=0)
-        inputs = torch.cat([out.hidden_states[layer][0] for layer in SPEC.layers[:-1]], -1)
+        inputs = torch.cat([out.hidden_states[layer][0] for layer in FEATURE_LAYERS[:-1]], -1)
         found = hidden[sequence.index][:, : inputs.shape[1]]
         torch.testing.assert_close(found, inputs, atol=1e-4, rtol=0)
 

@@ -73,8 +73,8 @@ class Reader:
         pass
 
     def read(self, name: str) -> torch.Tensor:
-        assert name == "model.embed_tokens.weight"
-        return torch.empty(QWEN3_8B.vocab_size, QWEN3_8B.hidden_size, dtype=torch.bfloat16)
+        rows = () if name == "model.norm.weight" else (QWEN3_8B.vocab_size,)
+        return torch.empty(*rows, QWEN3_8B.hidden_size, dtype=torch.bfloat16)
 
 
 def features_of(length: int, layers: int) -> Features:
@@ -82,7 +82,7 @@ def features_of(length: int, layers: int) -> Features:
     tokens, mask = torch.zeros(1, length, dtype=torch.int64), torch.ones(1, length, dtype=torch.bool)
     mask[:, -1] = False
     nothing = torch.zeros(1).expand(1, length, 1)
-    return Features(tokens, mask, nothing, nothing, tokens, starts=torch.zeros(1, dtype=torch.int64))
+    return Features(tokens, mask, nothing, tokens, starts=torch.zeros(1, dtype=torch.int64))
 
 
 def measured_drafter(name: str) -> dict[str, float]:
@@ -105,16 +105,9 @@ def measured_drafter(name: str) -> dict[str, float]:
     with fake_memory.counted() as live:
         own = Drafter(Eagle3(shape), draft_tokens, Path(), drafter, Ranks(0, 1, 0, torch.device("cpu")), seed=0)
         size, before = QWEN3_8B.hidden_size, live.now
-        hidden, targets, head = (
-            torch.empty(*rows, width, dtype=torch.bfloat16)
-            for rows, width in (
-                ((1, length), len(shape.feature_layers) * size),
-                ((1, length), size),
-                ((drafter.draft_vocab_size,), size),
-            )
-        )
+        hidden = torch.empty(1, length, len(own.feature_layers) * size, dtype=torch.bfloat16)
         features = live.now - before
-        given = replace(batch, features=replace(host, hidden=hidden, targets=targets, head=head))
+        given = replace(batch, features=replace(host, hidden=hidden))
         # Adam's moments, which are made at the end, are less.
         activations = live.peak_of(lambda: own._step(given, 1e-4, measure=False, alone=True))
         resident = live.now - features

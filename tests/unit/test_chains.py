@@ -92,7 +92,7 @@ def test_gradients_are_those_of_one_graph_over_all_chains(policy_dir: Path, step
     found = trained(drafter, features)
     batch = packed(drafter, features)
     [part] = batch.parts()
-    probs, counts = target_probs(batch, part, None), batch.loss_counts()
+    probs, counts = target_probs(drafter.model, batch, part), batch.loss_counts()
     loss = torch.zeros(())
     logits = ttt.unroll(drafter.model, batch, feed_context(drafter.model, batch), part)
     for step, (step_logits, alive) in enumerate(zip(logits, batch.alive, strict=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -21,12 +22,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from specrl.artifacts import is_passing
 from specrl.distributed import Ranks
 from specrl.lineage.record import Continuation
 from specrl.models.hf_io import write_tensors
 from specrl.precision.recipe import KvScales
-from specrl.training.checkpoint import files
+from specrl.training.checkpoint import checkpoints as checkpointing
+from specrl.training.checkpoint import files, manifest
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
+from specrl.training.checkpoint.files import checksum_of
 from specrl.training.checkpoint.load import TrainState, load, load_newest
 from specrl.training.checkpoint.manifest import CheckpointError, read_manifest
 from specrl.training.checkpoint.policy_folder import write_policy_folder
@@ -164,6 +168,23 @@ def make_loop(path: Path) -> None:
     path.symlink_to(path)
 
 
+def test_a_checkpoint_is_read_again_after_a_failure_of_the_file_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(tmp_path, Retention(3), 1, 2, 3)
+    failures, waits = [errno.ESTALE, errno.EIO], list[float]()
+
+    def failing(path: Path) -> int:
+        if failures:
+            raise OSError(failures.pop(), "the server is starting")
+        return checksum_of(path)
+
+    monkeypatch.setattr(manifest, "checksum_of", failing)
+    monkeypatch.setattr("time.sleep", waits.append)
+    assert restored(tmp_path) == (3, 3.0)
+    assert waits == [5.0, 60.0] and not list(tmp_path.glob("damaged-*"))
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "words"),
     [
@@ -236,6 +257,23 @@ def test_a_drafter_that_the_checkpoint_does_not_know_stays_and_another_policy_is
     policy.shape_in_words = "another"
     with pytest.raises(CheckpointError, match="holds a policy of toy, this run has another"):
         checkpoints.restore(None)
+
+
+def test_a_failure_of_the_file_server_while_a_checkpoint_is_written_is_one_that_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that another job goes on from the checkpoint before, as after any other such failure."""
+
+    def failing(path: Path, tensors: Mapping[str, Tensor]) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    policy = ToyPolicy()
+    checkpoints = Checkpoints(tmp_path, policy, Retention(1))
+    monkeypatch.setattr(checkpointing, "write_tensors", failing)
+    checkpoints.save(TrainState(1, policy, None))
+    with pytest.raises(OSError, match=r"for step 1 cannot be written .*\(rank 0: Stale file handle\)") as raised:
+        checkpoints.wait()
+    assert is_passing(raised.value)
 
 
 def test_a_full_disk_is_one_line_at_the_next_boundary_and_a_resumed_run_goes_on(tmp_path: Path) -> None:

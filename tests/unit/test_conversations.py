@@ -377,11 +377,12 @@ def test_the_drafter_learns_nothing_of_what_the_environment_wrote(ranks: Ranks, 
     policy = Policy(model_dir, config.policy, dtype="float32", ranks=ALONE, seed=0, trainable=False)
     settings = DrafterConfig.model_validate({"ttt_steps": 3, "draft_vocab_size": 32})
     drafter = Drafter.create(model_dir, settings, torch.arange(32), ranks, seed=1)
-    (features,) = policy.forward_features([batch_of([10, 11, 12, 13, 14])], drafter.feature_spec)
+    (features,) = policy.forward_features([batch_of([10, 11, 12, 13, 14])], drafter.feature_layers)
     assert features.target_top1[0].tolist()[3:5] == [NOT_SAMPLED] * 2
-    assert not features.targets[0, 3:5].any() and features.mask[0].tolist() == [False, *[True] * 5, False]
-    wrong = replace(features, targets=features.targets.clone())
-    wrong.targets[0, 3:5] = 50 * torch.randn(2, 32)
+    assert features.mask[0].tolist() == [False, *[True] * 5, False]
+    wrong = replace(features, hidden=features.hidden.clone())
+    targets = wrong.hidden[0, 3:5, -policy.hf_config.hidden_size :]
+    targets += 50 * torch.randn_like(targets)
     chains = pack_chains(features, drafter.draft_tokens, 32, 3)
     assert chains is not None and chains.sampled.tolist() == [True, False, False, True, True]
     metrics = [drafter.update([item], lr=0.0) for item in (features, wrong)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specrl.config import ConfigError, parse_config
 from specrl.config.algorithms import DRAFT_LOSSES
-from tests.unit.test_drafter import make_drafter, make_features, trained, unroll, write_policy
+from tests.unit.test_drafter import HIDDEN, make_drafter, make_features, policy_logits, trained, unroll, write_policy
 
 LOSS = DRAFT_LOSSES.function(DRAFT_LOSSES.default())
 
@@ -70,7 +70,8 @@ def test_training_has_the_loss_and_the_weights_of_positions(policy_dir: Path, po
             if mask[row, c : c + step + 2].all()
         ]
         rows, columns = (torch.tensor(part) for part in zip(*places, strict=True))
-        p, counted = features.targets[rows, columns].softmax(-1), in_vocab[rows, columns]
+        logits_of_policy = policy_logits(features.hidden[rows, columns, -HIDDEN:])
+        p, counted = logits_of_policy.softmax(-1), in_vocab[rows, columns]
         expected = expected + position_decay**step * formula(p, logits.softmax(-1))[counted].mean()
     loss, gradient, _ = trained(drafter, features)
     torch.testing.assert_close(loss, expected.detach())

@@ -59,14 +59,22 @@ DEEP = {"num_layers": 3, "feature_layers": [1, 6]}
 def make_drafter(policy_dir: Path, ranks: Ranks = ALONE, **settings: Any) -> Drafter:
     config = DrafterConfig.model_validate(settings)
     vocabulary = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:DRAFT_VOCAB].sort().values
-    return Drafter.create(policy_dir, config, vocabulary, ranks, seed=5)
+    drafter = Drafter.create(policy_dir, config, vocabulary, ranks, seed=5)
+    drafter.model.policy_logits = policy_logits  # type: ignore[method-assign]
+    return drafter
+
+
+def policy_logits(hidden: torch.Tensor) -> torch.Tensor:
+    """Of made-up features, whose last hidden states are the logits themselves."""
+    return hidden[..., :DRAFT_VOCAB]
 
 
 def make_features(drafter: Drafter, lengths: list[tuple[int, int]], seed: int = 0) -> Features:
     """Random features of sequences with these (prompt, response) lengths; some top-1 tokens are not drafted."""
     generator = torch.Generator().manual_seed(seed)
     batch, seq = len(lengths), max(sum(pair) for pair in lengths) + 2
-    width = len(drafter.feature_spec.layers) * HIDDEN
+    drafter.model.policy_logits = policy_logits  # type: ignore[method-assign]
+    width = len(drafter.shape.feature_layers) * HIDDEN
     tokens = torch.randint(VOCAB, (batch, seq), generator=generator)
     mask = torch.zeros(batch, seq, dtype=torch.bool)
     for row, (prompt, response) in enumerate(lengths):
@@ -78,10 +86,14 @@ def make_features(drafter: Drafter, lengths: list[tuple[int, int]], seed: int = 
     return Features(
         tokens=tokens,
         mask=mask,
-        hidden=torch.randn(batch, seq, width, generator=generator).to(drafter.shape.dtype),
-        targets=logits,
+        hidden=ending_in(logits, torch.randn(batch, seq, width, generator=generator).to(drafter.shape.dtype)),
         target_top1=torch.where(outside, excluded, top1),
+        starts=torch.zeros(batch, dtype=torch.int64),
     )
+
+
+def ending_in(logits: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    return torch.cat([hidden, F.pad(logits, (0, HIDDEN - DRAFT_VOCAB)).to(hidden.dtype)], -1)
 
 
 def packed(drafter: Drafter, features: Features) -> ChainBatch:
@@ -159,8 +171,8 @@ def test_padding_and_other_rows_do_not_change_a_sequence(policy_dir: Path) -> No
     enlarge(drafter)
     together = make_features(drafter, [(3, 9), (6, 4)])
     alone = Features(
-        *(part[1:, :10] for part in (together.tokens, together.mask, together.hidden, together.targets)),
-        together.target_top1[1:, :10],
+        *(part[1:, :10] for part in (together.tokens, together.mask, together.hidden, together.target_top1)),
+        together.starts[1:],
     )
     rows = [8, 7, 6]  # chains of the first sequence at each step come first
     for first, single, shared in zip(rows, unroll(drafter, alone), unroll(drafter, together), strict=True):
@@ -181,7 +193,7 @@ def test_loss_leaves_out_targets_outside_the_draft_vocabulary(policy_dir: Path) 
                 if not features.mask[row, c : c + step + 2].all():
                     continue
                 if int(features.target_top1[row, c + step + 1]) in in_vocab:
-                    p = features.targets[row, c + step + 1].softmax(-1)
+                    p = policy_logits(features.hidden[row, c + step + 1, -HIDDEN:]).softmax(-1)
                     terms.append(-(p * logits[step][index].log_softmax(-1)).sum())
                 index += 1
         assert index == len(logits[step])
@@ -222,7 +234,8 @@ def arithmetic_features(drafter: Drafter, seed: int) -> Features:
     mask[:, -1] = False
     logits = 20.0 * (table[tokens][..., None] == known)
     hidden = torch.randn(8, 12, 3 * HIDDEN, generator=generator)
-    return Features(tokens, mask, hidden.to(drafter.shape.dtype), logits, table[tokens])
+    starts = torch.zeros(8, dtype=torch.int64)
+    return Features(tokens, mask, ending_in(logits, hidden.to(drafter.shape.dtype)), table[tokens], starts)
 
 
 def test_acceptance_length_replays_decoding(policy_dir: Path) -> None:
@@ -310,7 +323,8 @@ def merge(left: Features, right: Features) -> Features:
         rows = [F.pad(part, [0, 0] * (part.dim() - 2) + [0, seq - part.shape[1]]) for part in parts]
         return torch.cat(rows)
 
-    return Features(*(padded(name) for name in ("tokens", "mask", "hidden", "targets", "target_top1")))
+    starts = torch.cat([left.starts, right.starts])
+    return Features(*(padded(name) for name in ("tokens", "mask", "hidden", "target_top1")), starts)
 
 
 def train_rank(rank: int, policy_dir: Path, out: Path, port: int) -> None:
@@ -370,7 +384,7 @@ def test_drafter_of_a_qwen_policy_is_llama_shaped(policy_class: Any, config_clas
     assert not [name for name in names if "bias" in name or "q_norm" in name or "k_norm" in name]
     assert drafter.shape.head_dim == (128 if config_class is Qwen3Config else 8)
     assert torch.equal(drafter.model.lm_head.weight, policy.get_input_embeddings().weight[drafter.draft_tokens])
-    assert drafter.feature_spec.layers == (2, 4, 5)
+    assert drafter.feature_layers == (2, 4, 5, 8)
     with pytest.raises(ValueError, match="the policy has only 50"):
         Eagle3Shape.from_policy(policy.config, draft_vocab_size=VOCAB + 1, intermediate_size=None)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from specrl.config import Config, DrafterConfig, PolicyConfig, parse_config
 from specrl.distributed import Ranks, join, leave
+from specrl.models.directory import HEAD
 from specrl.schemas import Rollout
 from specrl.training import sample
 from specrl.training.batches import MicroBatch, TokenSequence, pack
-from specrl.training.features import Features, FeatureSpec, sequences
+from specrl.training.drafter.trainer import Drafter
+from specrl.training.features import Features, sequences
 from specrl.training.megatron.capture import LayerInputs
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.sample import even_sample, sample_sequences
 from specrl.training.update import update_policy
-from tests.unit.test_drafter import VOCAB, make_drafter, write_policy
+from tests.unit.test_drafter import VOCAB, write_policy
 
 # isort: split
 from megatron.core import parallel_state
 
-SPEC = FeatureSpec((1, 3, 6), torch.arange(0, VOCAB, 2))
+LAYERS = (1, 3, 6)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,7 @@ def updated(
     policy = Policy(policy_dir, PolicyConfig(lr=1e-2), dtype="float32", ranks=ranks, seed=0)
     rollouts = step_rollouts()
     batch = RolloutBatch.gather(ranks, rollouts)
-    update = update_policy(policy, batch, step_config(max_tokens, updates), SPEC, step=0)
+    update = update_policy(policy, batch, step_config(max_tokens, updates), LAYERS, step=0)
     features = [item for item in update.features if item is not None]
     return update.metrics, features, {name: tensor.clone() for name, tensor in policy.hf_weights()}, rollouts
 
@@ -167,34 +169,29 @@ def assert_parts(features: list[Features], everything: list[Features]) -> None:
     """Each row is a part of one of the whole sequences, to the bit."""
     whole = [row for item in everything for row in sequences(item)]
     for item in features:
-        assert item.starts is not None
         for row, start in zip([item.choose([row]) for row in range(len(item.mask))], item.starts.tolist(), strict=True):
             width = int(row.mask[0].nonzero()[-1]) + 2
             part = slice(start, start + width)
             [found] = [other for other in whole if torch.equal(other.tokens[:, part], row.tokens[:, :width])]
             assert torch.equal(found.hidden[:, part], row.hidden[:, :width])
             inside = row.mask[:, :width]
-            for name in ("targets", "target_top1"):
-                values, expected = getattr(row, name)[:, :width], getattr(found, name)[:, part]
-                assert torch.equal(values[inside], expected[inside]) and not values[~inside].any()
+            top1, expected = row.target_top1[:, :width], found.target_top1[:, part]
+            assert torch.equal(top1[inside], expected[inside]) and not top1[~inside].any()
 
 
-def test_hidden_states_give_the_drafter_that_logits_give(policy_dir: Path, ranks: Ranks) -> None:
+def test_a_drafter_computes_the_policys_logits_from_features_and_a_copy_of_its_head(
+    policy_dir: Path, ranks: Ranks
+) -> None:
     policy = Policy(policy_dir, PolicyConfig(), dtype="float32", ranks=ranks, seed=0, trainable=False)
-    drafters = [make_drafter(policy_dir, ranks) for _ in range(2)]
-    rows = [[(start + 3 * step) % VOCAB for step in range(6 + start)] for start in range(12)]
-    batches = pack([TokenSequence(row, 2, index) for index, row in enumerate(rows)], 50)
-    found = []
-    for drafter, as_hidden in zip(drafters, (False, True), strict=True):
-        features = policy.forward_features(batches, replace(drafter.feature_spec, as_hidden=as_hidden))
-        assert features[0].targets.shape[-1] == (drafter.shape.hidden_size if as_hidden else len(drafter.draft_tokens))
-        found.append(drafter.update(features, lr=1e-3, epochs=3))
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
-    for left, right in zip(drafters[0].model.parameters(), drafters[1].model.parameters(), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
-
-
-def test_hidden_states_are_kept_at_the_size_of_a_large_policy_alone() -> None:
-    large = DrafterConfig(draft_vocab_size=32000, max_tokens_per_window=32768)
-    assert large.keeps_hidden_states(4096) and not large.keeps_hidden_states(32000)
-    assert not DrafterConfig().keeps_hidden_states(576)  # SmolLM2: computing logits again would cost more
+    drafter = Drafter.create(policy_dir, DrafterConfig(), torch.arange(0, VOCAB, 2), ranks)
+    assert drafter.feature_layers == (1, 3, 5, 6)
+    tokens = [(3 + 5 * step) % VOCAB for step in range(9)]
+    (features,) = policy.forward_features([pack([TokenSequence(tokens, 2, 0)], 50)[0]], drafter.feature_layers)
+    last = features.hidden[features.mask][:, -drafter.shape.hidden_size :]
+    with torch.no_grad():
+        logits = LlamaForCausalLM.from_pretrained(policy_dir)(torch.tensor([tokens])).logits[features.mask]
+    expected = logits[:, drafter.draft_tokens]
+    torch.testing.assert_close(drafter.model.policy_logits(last), expected, atol=1e-4, rtol=0)
+    for name, tensor in policy.hf_weights():  # as a refit gives them to it
+        drafter.share(name, 2 * tensor if name == HEAD else tensor)
+    torch.testing.assert_close(drafter.model.policy_logits(last), 2 * expected, atol=2e-4, rtol=0)

@@ -98,13 +98,10 @@ def test_the_trainer_computes_the_policy_without_its_layers(policy_dir: Path, po
 @in_each_family
 def test_the_features_are_the_residual_stream_before_the_final_norm(policy_dir: Path, policy: Policy) -> None:
     drafter = Drafter.of_policy(policy_dir, DrafterConfig(), policy.ranks)
-    for features in policy.forward_features(batches(), drafter.feature_spec):
+    for features in policy.forward_features(batches(), drafter.feature_layers):
         hidden, logits = last_hidden(trunk(policy_dir), features.tokens)
         torch.testing.assert_close(features.hidden[features.mask], hidden[features.mask], atol=1e-4, rtol=0)
-        assert features.targets.shape[-1] == 0
-        head = drafter.model.policy_head
-        assert head is not None
-        found = head(features.hidden[features.mask])
+        found = drafter.model.policy_logits(features.hidden[features.mask])
         torch.testing.assert_close(found, logits[features.mask], atol=1e-3, rtol=0)
 
 
@@ -128,7 +125,7 @@ def test_unrolled_training_equals_literal_drafting_at_every_step(policy_dir: Pat
                 expected[step].append(logits)
     for step in range(STEPS):
         torch.testing.assert_close(found[step], torch.stack(expected[step]), rtol=1e-4, atol=1e-3)
-    probs = target_probs(batch, part, drafter.model.policy_head)
+    probs = target_probs(drafter.model, batch, part)
     torch.testing.assert_close(probs.argmax(-1), batch.target_top1)
 
 
@@ -169,18 +166,18 @@ def test_the_layers_come_back_bit_by_bit_with_and_without_a_drafter(
 def test_the_layer_learns_and_leaves_every_policy_gradient_exactly_as_it_is(policy_dir: Path, policy: Policy) -> None:
     drafter = Drafter.of_policy(policy_dir, DrafterConfig(lr=3e-3), policy.ranks)
 
-    def gradients(spec: Any) -> tuple[dict[str, Tensor], list[Any]]:
-        _, features = policy.train_step(batches(), loss, features=spec, lr=0.0)
+    def gradients(layers: tuple[int, ...] | None) -> tuple[dict[str, Tensor], list[Any]]:
+        _, features = policy.train_step(batches(), loss, features=layers, lr=0.0)
         return {name: p.main_grad.clone() for name, p in policy.model.named_parameters()}, features
 
     without, _ = gradients(None)
-    with_features, features = gradients(drafter.feature_spec)
+    with_features, features = gradients(drafter.feature_layers)
     assert max(gradient.abs().max() for gradient in without.values()) > 0
     policy.optimizer.zero_grad()
     before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     with torch.inference_mode():  # as a refit does
         for name, tensor in policy.hf_weights():
-            drafter.model.share(name, tensor)
+            drafter.share(name, tensor)
     first = drafter.update(features, lr=0.0)
     metrics = drafter.update(features, lr=3e-3, epochs=15)
     assert metrics["loss"] < 0.9 * first["loss"] and metrics["grad_norm"] > 0
@@ -196,7 +193,7 @@ def test_the_layer_learns_and_leaves_every_policy_gradient_exactly_as_it_is(poli
 def test_idle_ranks_train_the_layer_too(policy_dir: Path, policy: Policy) -> None:
     drafter = Drafter.of_policy(policy_dir, DrafterConfig(online_lr=1e-4), policy.ranks)
     spot = SpotTraining(drafter)
-    spot.remember(policy.forward_features(batches(), drafter.feature_spec))
+    spot.remember(policy.forward_features(batches(), drafter.feature_layers))
     assert spot.work(lambda: False)
     assert spot.merge()["loss"] > 0
     assert not torch.equal(
@@ -209,7 +206,7 @@ def test_what_is_shared_follows_the_policy(policy_dir: Path, ranks: Ranks) -> No
     weights = {name: torch.randn_like(tensor) for name, tensor in load_file(policy_dir / "model.safetensors").items()}
     kept = dict(drafter.named_weights())
     for name, tensor in weights.items():
-        drafter.model.share(name, tensor)
+        drafter.share(name, tensor)
     for name, attribute in drafter.model.SHARED.items():
         assert torch.equal(getattr(drafter.model, attribute), weights[name])
     assert all(torch.equal(kept[name], tensor) for name, tensor in drafter.named_weights())

@@ -131,10 +131,9 @@ def random_features(drafter: Drafter, length: int) -> Features:
     tokens = torch.randint(drafter.shape.vocab_size, (1, length))
     mask = torch.ones(1, length, dtype=torch.bool)
     mask[:, -1] = False
-    spec, dtype = drafter.feature_spec, drafter.shape.dtype
-    hidden = torch.randn(1, length, len(spec.layers) * drafter.shape.hidden_size, dtype=dtype)
-    logits = torch.randn(1, length, len(spec.draft_tokens), dtype=dtype)
-    return Features(tokens, mask, hidden, logits, tokens)
+    width = len(drafter.feature_layers) * drafter.shape.hidden_size
+    hidden = torch.randn(1, length, width, dtype=drafter.shape.dtype)
+    return Features(tokens, mask, hidden, tokens, torch.zeros(1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -32,7 +32,7 @@ from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter.drafters import pretrain, windows
 from specrl.training.drafter.resume import TrainingCheckpoints
 from specrl.training.drafter.trainer import Drafter
-from specrl.training.features import Features, FeatureSpec, Window
+from specrl.training.features import Features, Window
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.sample import feature_area
@@ -69,10 +69,10 @@ class Counted(Policy):
         self.areas: list[int] = []
 
     def forward_features(
-        self, micro_batches: list[MicroBatch], spec: FeatureSpec, windows: Mapping[int, Window] | None = None
+        self, micro_batches: list[MicroBatch], layers: tuple[int, ...], windows: Mapping[int, Window] | None = None
     ) -> list[Features]:
         self.areas.append(sum(feature_area(batch) for batch in micro_batches))
-        return super().forward_features(micro_batches, spec, windows)
+        return super().forward_features(micro_batches, layers, windows)
 
 
 def batches(count: int = 24) -> list[MicroBatch]:
@@ -99,7 +99,7 @@ def test_windows_give_the_drafter_that_all_features_give(policy_dir: Path, ranks
         assert max(policy.areas) <= WINDOW
         assert len(policy.areas) >= 2 * 6 and sum(policy.areas) == 6 * total
     untrained = make_drafter(policy_dir, ranks)
-    before = untrained.update(policy.forward_features(own, untrained.feature_spec), lr=0.0)
+    before = untrained.update(policy.forward_features(own, untrained.feature_layers), lr=0.0)
     assert expected["loss"] < 0.8 * before["loss"]
 
 

@@ -140,8 +140,8 @@ def test_every_layout_computes_the_same(policy_dir: Path, tmp_path: Path, flags:
     ]
     drafters = [Drafter.load(directory, policy_dir, DrafterConfig(ttt_steps=3), ALONE) for directory in written]
     first = drafters[0]
-    assert first.shape.feature_layers == tuple(LAYERS) == first.feature_spec.layers
-    assert (first.shape.max_position_embeddings, first.config.intermediate_size) == (256, 40)
+    assert first.shape.feature_layers == tuple(LAYERS) and first.feature_layers == (*LAYERS, 6)
+    assert (first.shape.max_position_embeddings, first.shape.intermediate_size) == (256, 40)
     assert [getattr(first.shape, flag) for flag in NORM_FLAGS] == [flag in flags for flag in NORM_FLAGS]
     for other in drafters[1:]:
         assert other.shape == first.shape and torch.equal(other.draft_tokens, VOCABULARY)

@@ -35,10 +35,12 @@ from specrl.metrics import find_metric
 from specrl.models.tiny import character_tokenizer
 from specrl.stages.validate import step_speedup
 from specrl.tracking.tracker import Tracker
+from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.validation.answering import held_out_sets
 from specrl.validation.scores import SetResponses, interval, pass_at, score_set
 from specrl.validation.stopping import EarlyStop
 from specrl.validation.validation import Validation
+from tests.unit.test_checkpoint import ToyPolicy
 
 TOKENIZER = character_tokenizer(2048)
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
@@ -342,7 +344,7 @@ def test_a_continuation_has_the_curve_and_the_best_checkpoint_before_it(tmp_path
     assert [score.step for score in read_curve(second)] == [0, 2, 4]
     assert list(kept_checkpoints(second)) == [2]
     assert not saved_steps(second)  # it is no checkpoint to go on from
-    write_json(second / "checkpoints" / "best.json", {"step": 2})
+    Checkpoints(second / "checkpoints", ToyPolicy(), Retention(1)).mark_best(2)  # as the restored trainer does
     write_json(second / "checkpoints" / "step=000008" / "manifest.json", {})
     adopt_history(third, continuation(second, 8))
     assert (kept_checkpoints(third)[2] / "policy").read_text() == "2"

@@ -17,7 +17,7 @@ from specrl.config import PolicyConfig, parse_config
 from specrl.distributed import Ranks, join, leave
 from specrl.training.batches import TokenSequence, pack
 from specrl.training.drafter import chains
-from specrl.training.features import FeatureSpec, Window
+from specrl.training.features import Window
 from specrl.training.megatron import policy as policies
 from specrl.training.megatron.policy import Policy
 from specrl.training.update import StepLoss
@@ -88,11 +88,10 @@ def test_a_micro_batch_of_the_policy_waits_for_nothing(
     rows = {item.index: np.full(item.response_length, -4.0, np.float32) for item in sequences()}
     own = {item.index: replace(item, generation_logprobs=rows[item.index]) for item in sequences()}
     loss = StepLoss(config.train, own, np.ones(6), 100.0, old=rows, reference=rows)
-    spec = FeatureSpec((1, 2, 4), torch.arange(16))
     kept = {index: Window(3, 12) for index in (0, 3, 4)} if windows else None
     batches = pack(sequences(), 40)
     assert len(batches) > 2
-    policy.train_step(batches, loss, features=spec, windows=kept)
+    policy.train_step(batches, loss, features=(1, 2, 4), windows=kept)
     assert not waits
 
 

@@ -94,15 +94,13 @@ def measure_drafter(scale: Scale, folder: Path) -> Iterator[Row]:
 
 
 def _features(drafter: Drafter, length: int) -> Features:
-    shape, spec, device = drafter.shape, drafter.feature_spec, drafter.ranks.device
-    size = shape.hidden_size if spec.as_hidden else shape.draft_vocab_size
+    shape, device = drafter.shape, drafter.ranks.device
     noise = partial(torch.randn, device=device, dtype=shape.dtype)
     column = torch.arange(length, device=device)[None]
     return Features(
         tokens=torch.randint(3, shape.vocab_size, (1, length), device=device),
         mask=(column >= PROMPT_TOKENS) & (column + 1 < length),
-        hidden=noise(1, length, len(spec.layers) * shape.hidden_size),
-        targets=noise(1, length, size),
+        hidden=noise(1, length, len(drafter.feature_layers) * shape.hidden_size),
         target_top1=torch.randint(3, shape.draft_vocab_size, (1, length), device=device),
-        head=noise(shape.draft_vocab_size, shape.hidden_size) if spec.as_hidden else None,
+        starts=torch.zeros(1, dtype=torch.int64, device=device),
     )

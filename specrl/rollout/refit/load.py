@@ -59,7 +59,7 @@ class Refit:
         weights = self.policy.hf_weights()
         for name, tensor in weights if expected is None else expected.noted(weights):
             if self.drafter is not None:
-                self.drafter.model.share(name, tensor)
+                self.drafter.share(name, tensor)
             yield name, tensor
 
     def _on_all_ranks[Result](self, check: Callable[[], Result]) -> Result:

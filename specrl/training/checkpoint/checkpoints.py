@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from specrl.artifacts import write_json
+from specrl.artifacts import PASSING, write_json
 from specrl.distributed import TIMEOUT
+from specrl.lineage.history import ADOPTED
 from specrl.lineage.record import BEST_FILE
 from specrl.models.hf_io import write_tensors
 from specrl.training.checkpoint.files import HostCopy, checksum_of, sync_folder
@@ -38,8 +39,8 @@ DAMAGED = "damaged-"
 NICENESS = 10
 """The niceness of the writing threads, so that generation has priority."""
 
-Report = list[StoredFile] | str
-"""The files that a rank has written for a checkpoint, or why it could not."""
+Report = list[StoredFile] | OSError
+"""The files that a rank has written for a checkpoint, or why it could not; the number of another error is 0."""
 
 logger = logging.getLogger(__name__)
 
@@ -119,12 +120,17 @@ class Checkpoints:
         self._writing = _beside(lambda: self._write(manifest, parts))
 
     def check(self) -> None:
-        """Raise CheckpointError on all ranks if writing the last checkpoint failed on any; do not wait for it."""
+        """Raise an error on all ranks if writing the last checkpoint failed on any; do not wait for it.
+
+        It is a CheckpointError, or an OSError that passes, after which another job goes on.
+        """
         done = self._writing is not None and self._writing.done()
         error = self._writing.exception() if done and self._writing is not None else None
-        found = next((text for text in self._ranks.gather(str(error) if error else None) if text), None)
+        own = (str(error), getattr(error.__cause__, "errno", None)) if error is not None else None
+        found = next((failure for failure in self._ranks.gather(own) if failure is not None), None)
         if found is not None:
-            raise CheckpointError(found) from error
+            text, number = found
+            raise (OSError(number, text) if number in PASSING else CheckpointError(text)) from error
 
     def wait(self) -> None:
         if self._writing is not None:
@@ -135,11 +141,13 @@ class Checkpoints:
     def mark_best(self, step: int) -> None:
         """Keep the checkpoint from which `step` starts until another one is marked.
 
-        The one marked before stays until this one is complete: a kill must not leave the run without either.
+        The one marked before stays until this one is complete: a kill must not leave the run without either. It may be
+        one that the stage adopted: the next continuation adopts the one marked here.
         """
         with self._naming:
             self._best_step = step
-            if self._ranks.is_first and self._folder(step).exists():
+            folder = self._folder(step)
+            if self._ranks.is_first and (folder.exists() or (self.directory.parent / ADOPTED / folder.name).exists()):
                 self._write_best(step)
 
     def _write_best(self, step: int) -> None:
@@ -153,23 +161,25 @@ class Checkpoints:
             files = [_written(folder / name, tensors) for name, tensors in parts.items()]
             report: Report = files
         except Exception as error:  # any error, because the others wait for a report
-            words = error.strerror if isinstance(error, OSError) else None
-            report = f"rank {self._ranks.rank}: {words or error or type(error).__name__}"
+            number, words = (error.errno, error.strerror) if isinstance(error, OSError) else (0, None)
+            report = OSError(number, f"rank {self._ranks.rank}: {words or error or type(error).__name__}")
         reports = self._ranks.gather(report, self._group)
         if not self._ranks.is_first:
             return
-        errors = [text for text in reports if isinstance(text, str)]
+        written = [files for files in reports if not isinstance(files, OSError)]
         try:
-            if errors:
-                raise CheckpointError(errors[0])
-            self._complete(folder, manifest, [files for files in reports if not isinstance(files, str)])
-        except (OSError, CheckpointError) as error:
+            for failure in reports:
+                if isinstance(failure, OSError):
+                    raise failure
+            self._complete(folder, manifest, written)
+        except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
+            why = error.strerror or error
             raise CheckpointError(
-                f"the checkpoint for step {manifest.step} cannot be written to {self.directory} ({error}): make room "
-                "or repair the disk, then resume the run, which goes on from the checkpoint before"
+                f"the checkpoint for step {manifest.step} cannot be written to {self.directory} ({why}): make room or "
+                "repair the disk, then resume the run, which goes on from the checkpoint before"
             ) from error
-        size = sum(file.size for files in reports if not isinstance(files, str) for file in files)
+        size = sum(file.size for files in written for file in files)
         self.seconds = time.monotonic() - started
         logger.info("checkpoint for step %d: %.2f GB written in %.1f s", manifest.step, size / 1e9, self.seconds)
 

@@ -6,10 +6,13 @@ It is written last, so that a folder with a manifest was once complete.
 from __future__ import annotations
 
 import json
+import logging
+import time
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor
 
-from specrl.artifacts import write_json
+from specrl.artifacts import is_passing, write_json
 from specrl.distributed import Ranks
 from specrl.precision.recipe import KvScales
 from specrl.training.checkpoint.files import checksum_of
@@ -25,6 +28,10 @@ from specrl.training.pieces import REFERENCE, Piece, stored_name
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 5
+WAITS = (5.0, 60.0, 240.0)
+"""The seconds after which a file is read again if the file system fails in a way that passes."""
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointError(ValueError):
@@ -101,7 +108,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read a manifest; raise CheckpointError if it is missing, unreadable, damaged, or of another version."""
     path = folder / MANIFEST_FILE
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(_patiently(path.read_text))
         checksum = data.pop("crc32")
     except FileNotFoundError as error:
         raise CheckpointError(f"{MANIFEST_FILE} is missing") from error
@@ -137,17 +144,34 @@ def _own_damage(folder: Path, ranks: Ranks) -> str | None:
     except CheckpointError as error:
         return str(error)
     for file in manifest.files[ranks.rank :: ranks.world_size]:
-        path = folder / file.name
         try:
-            if (size := path.stat().st_size) != file.size:
+            size, found = _patiently(partial(_measured, folder / file.name))
+            if size != file.size:
                 return f"{file.name} has {size} bytes instead of {file.size}"
-            if (found := checksum_of(path)) != file.crc32:
+            if found != file.crc32:
                 return f"{file.name} has the wrong checksum {found:08x}"
         except FileNotFoundError:
             return f"{file.name} is missing"
         except OSError as error:  # a failing disk or file system
             return f"{file.name} cannot be read ({error.strerror or error})"
     return None
+
+
+def _measured(path: Path) -> tuple[int, int]:
+    return path.stat().st_size, checksum_of(path)
+
+
+def _patiently[Found](read: Callable[[], Found]) -> Found:
+    """Read again after a file server's failure: if a checkpoint counts as damaged, its last steps are run again."""
+    for seconds in WAITS:
+        try:
+            return read()
+        except OSError as error:
+            if not is_passing(error):
+                raise
+            logger.warning("a checkpoint cannot be read (%s), and is read again in %.0f s", error, seconds)
+            time.sleep(seconds)
+    return read()
 
 
 def _checksum(data: Mapping[str, Any]) -> int:

@@ -111,7 +111,6 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
     Features are not copied. The host waits for the mask, and computes the rest while the device continues.
     """
     assert not features.hidden.requires_grad, "features must be detached from the policy"
-    assert not features.targets.requires_grad, "targets must be detached from the policy"
     device, mask = features.mask.device, features.mask.cpu()
     starts_at = mask[:, :-1] & mask[:, 1:]  # [batch, seq - 1]: a chain starts at this slot
     (rows,) = starts_at.any(1).nonzero(as_tuple=True)
@@ -133,7 +132,7 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
         features=features,
         slot_rows=slot_source,
         columns=slot,
-        positions=slot if features.starts is None else slot + features.starts[slot_source],
+        positions=slot + features.starts[slot_source],
         starts=slot_ids[row, start].to(device),
         alive=[step.to(device) for step in alive],
         alive_on_host=[step.tolist() for step in alive],

@@ -79,10 +79,11 @@ def pretrain(
     epoch, window by window, which changes no result: the policy is frozen, and the steps are the same.
     """
     lr = config.lr if config.epochs else 0.0
-    spec, sample = drafter.feature_spec, whole_sample(batches, policy.model_size)
+    sample = whole_sample(batches, policy.model_size)
 
     def features_of(part: list[MicroBatch]) -> list[Features | None]:
-        return sample.arrange(policy.forward_features(part, spec, sample.kept), part, policy.model_rank)
+        found = policy.forward_features(part, drafter.feature_layers, sample.kept)
+        return sample.arrange(found, part, policy.model_rank)
 
     def stream(order: list[int]) -> Iterator[Features | None]:
         ordered = [batches[index] for index in order]

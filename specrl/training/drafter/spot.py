@@ -91,8 +91,7 @@ class SpotTraining:
     def _micro_batches(self) -> list[list[Features]]:
         """The kept features as micro-batches of similar length, in random order.
 
-        If they have more than `drafter.max_tokens_per_step` tokens, an even sample by length is used. Rows from
-        different forward passes, whose targets need different heads, are never combined.
+        If they have more than `drafter.max_tokens_per_step` tokens, an even sample by length is used.
         """
         rows = [row for step in self._recent for row in step]
         if not rows:
@@ -100,10 +99,6 @@ class SpotTraining:
         lengths = [row.tokens.shape[1] for row in rows]
         limit = self._drafter.config.max_tokens_per_step
         chosen = even_sample(lengths, self._random.random(), lambda part: sum(lengths[i] for i in part) <= limit)
-        alike: dict[int, list[int]] = {}
-        for index in chosen:
-            alike.setdefault(id(rows[index].head), []).append(index)
-        groups = [group for indices in alike.values() for group in by_length(indices, lengths, self._area)]
-        batches = [[rows[index] for index in group] for group in groups]
+        batches = [[rows[index] for index in group] for group in by_length(chosen, lengths, self._area)]
         self._random.shuffle(batches)
         return batches

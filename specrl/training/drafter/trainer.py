@@ -33,7 +33,7 @@ from specrl.training.drafter.kinds.layers import DraftModule
 from specrl.training.drafter.kinds.mtp import Mtp, mtp_shape
 from specrl.training.drafter.resume import TrainingCheckpoints, TrainingProgress
 from specrl.training.drafter.ttt import Objective, Tally, metrics_from_sums, train_chains
-from specrl.training.features import Features, FeatureSpec
+from specrl.training.features import Features
 from specrl.training.schedules import lr_factor
 
 WARMUP_STEPS = 10
@@ -138,10 +138,11 @@ class Drafter:
         self._updates = 0
         self.changes = 0
         """The number of changes to the result of `state_dict`."""
+        model.policy_eps = self._policy_config.rms_norm_eps
         policy = TensorReader(policy_dir)
         for name in model.SHARED:
             tied = name == HEAD and name not in policy.names
-            model.share(name, policy.read(EMBEDDINGS if tied else name))
+            self.share(name, policy.read(EMBEDDINGS if tied else name))
         self._parameters = list(self.model.parameters())
         weights = [config.position_decay**position for position in range(config.ttt_steps)]
         self._objective = Objective(DRAFT_LOSSES.function(config.loss), weights)
@@ -183,8 +184,6 @@ class Drafter:
         stored = read_drafter(directory, policy_dir, dtype)
         model = Eagle3(stored.shape)
         model.load_state_dict(stored.tensors)
-        sizes = ("draft_vocab_size", "num_layers", "feature_layers", "intermediate_size", "sliding_window")
-        config = config.model_copy(update={name: getattr(stored.shape, name) for name in sizes})
         return cls(model, stored.draft_tokens, policy_dir, config, ranks, seed=seed)
 
     @classmethod
@@ -198,12 +197,25 @@ class Drafter:
         return cls(model, torch.arange(shape.vocab_size), policy_dir, config, ranks, seed=seed)
 
     @property
-    def feature_spec(self) -> FeatureSpec:
-        """The features from which this drafter learns; the kind of their targets depends on the sizes alone."""
-        if self.model.policy_head is not None:
-            return FeatureSpec(self.shape.feature_layers, self.draft_tokens[:0])
-        as_hidden = self.config.keeps_hidden_states(self.shape.hidden_size)
-        return FeatureSpec(self.shape.feature_layers, self.draft_tokens, as_hidden)
+    def feature_layers(self) -> tuple[int, ...]:
+        """The policy's layers whose features it learns from: those that it reads, and the last one's output."""
+        own, last = self.shape.feature_layers, self._policy_config.num_hidden_layers
+        return own if last in own else (*own, last)
+
+    def share(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor of the policy, by its name on disk, if the model has it; the others are ignored."""
+        attribute = self.model.SHARED.get(name)
+        if attribute is None:
+            return
+        if name == HEAD and self.shape.draft_vocab_size < self.shape.vocab_size:
+            tensor = tensor[self.draft_tokens.to(tensor.device)]
+        held: Tensor | None = getattr(self.model, attribute)
+        # A refit streams tensors in inference mode; a tensor created there could not be used in training.
+        with torch.inference_mode(False), torch.no_grad():
+            if held is None:
+                setattr(self.model, attribute, tensor.to(self.ranks.device, self.shape.dtype, copy=True))
+            else:
+                held.copy_(tensor)  # reusing memory saves mapping new pages
 
     def update(
         self,

@@ -64,7 +64,8 @@ def feed_context(model: DraftModule, batch: ChainBatch) -> Context:
     """Compute step 0 of all slots, up to the attention of the last layer."""
     rows, columns = batch.slot_rows, batch.columns
     embedded = model.embed(batch.features.tokens[rows, columns + 1], batch.positions)
-    hidden = model.feed(batch.features.hidden[rows, columns])
+    width = len(model.shape.feature_layers) * model.shape.hidden_size
+    hidden = model.feed(batch.features.hidden[..., :width][rows, columns])
     all_keys, all_values = [], []
     for layer, attention in enumerate(model.attentions):
         residual, x = model.enter(layer, embedded, hidden)
@@ -116,18 +117,14 @@ def _spread(x: Tensor, places: Tensor, size: int) -> Tensor:
     return x if len(x) == size else x.new_zeros(size, *x.shape[1:]).index_copy(0, places, x)
 
 
-def target_probs(batch: ChainBatch, part: Part, policy_head: Callable[[Tensor], Tensor] | None) -> Tensor:
+def target_probs(model: DraftModule, batch: ChainBatch, part: Part) -> Tensor:
     """The policy's distribution on the draft vocabulary at a part's targets, float32 `[targets, draft_vocab]`.
 
     The targets are the step-0 targets of the part's chains, and of later chains that its last ones reach.
     """
     starts = batch.starts[part.chains.start : part.chains.stop + len(part.alive) - 1]
-    rows, columns = batch.slot_rows[starts], batch.columns[starts] + 1
-    if policy_head is None:
-        logits = batch.features.logits(rows, columns)
-    else:
-        logits = policy_head(batch.features.hidden[rows, columns])
-    return logits.float().softmax(-1)
+    last = batch.features.hidden[..., -model.shape.hidden_size :]
+    return model.policy_logits(last[batch.slot_rows[starts], batch.columns[starts] + 1]).float().softmax(-1)
 
 
 def train_chains(
@@ -180,7 +177,7 @@ def _part_loss(
     counts: Tensor,
     tally: Tally | None,
 ) -> Tensor:
-    probs = target_probs(batch, part, model.policy_head)
+    probs = target_probs(model, batch, part)
     total = probs.new_zeros(())
     for step, (logits, alive) in enumerate(zip(unroll(model, batch, context, part), part.alive, strict=True)):
         target = alive + step

@@ -13,8 +13,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from specrl.training.batches import MicroBatch
-from specrl.training.features import NOT_SAMPLED, Features, FeatureSpec, Window
-from specrl.training.megatron.model import DraftTargets, PolicyModel
+from specrl.training.features import NOT_SAMPLED, Features, Window
+from specrl.training.megatron.model import PolicyModel
 from specrl.training.megatron.parallel import from_stage
 
 
@@ -48,9 +48,8 @@ class KeptRows:
         token = (firsts[rows] + response)[mask]  # its number among the response tokens of the micro-batch
         sampled = batch.sampled[token]
         device = batch.tokens.device
-        own = (batch.sampled.cumsum(0) - 1)[token[sampled]]
-        self.outputs = None if windows is None else own.to(device)
-        """The indices of `MicroBatch.predictors` with targets in these rows, ascending int64 [n]; None for all."""
+        self.outputs = (batch.sampled.cumsum(0) - 1)[token[sampled]].to(device)
+        """The indices of `MicroBatch.predictors` with targets in these rows, ascending int64 [n]."""
         self._places = places[rows, columns.clamp(max=max(places.shape[1] - 1, 0))].to(device)
         self.with_targets = mask.flatten().nonzero()[sampled, 0].to(device)
         """The True places of `mask` whose next token the policy sampled, int64 [n]."""
@@ -58,8 +57,8 @@ class KeptRows:
         """The places of these rows whose next token is in the response, bool [rows, width]."""
         self.tokens = batch.tokens[self._places] * inside.to(device)
         """The token ids, int64 [rows, width], 0 where a row is padded."""
-        self.starts = None if windows is None else starts.to(device)
-        """The position of each row's first token, int64 [rows]; None if all are 0."""
+        self.starts = starts.to(device)
+        """The position of each row's first token, int64 [rows]."""
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -113,20 +112,15 @@ class LayerInputs:
 
 @torch.no_grad()
 def assemble(
-    spec: FeatureSpec,
+    layers: tuple[int, ...],
     kept: KeptRows,
     inputs: dict[int, Tensor],
-    drafted: DraftTargets | None,
+    top1: Tensor | None,
     hf: Any,
     model_rank: int,
-    head_rows: Tensor | None,
     dtype: torch.dtype,
 ) -> Features | None:
-    """One micro-batch's features of this rank's own rows, if any; the ranks of a pipeline call it together.
-
-    Targets and top-1 are zero where the mask is False: the output layer is not evaluated there. Where the next token is
-    not sampled, targets are zero too, and top-1 is NOT_SAMPLED.
-    """
+    """One micro-batch's features of this rank's own rows, if any; the ranks of a pipeline call it together."""
     if not len(kept):
         return None
     stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -134,21 +128,16 @@ def assemble(
     rows, width = kept.mask.shape
     hidden = [
         from_stage(min(layer * stages // num_layers, stages - 1), inputs.get(layer), (rows, width, hidden_size), dtype)
-        for layer in spec.layers
+        for layer in layers
     ]
-    size = hidden_size if spec.as_hidden else len(spec.draft_tokens)
-    targets = top1 = None
-    if drafted is not None:
-        targets = drafted.targets.new_zeros(rows * width, size).index_copy_(0, kept.with_targets, drafted.targets)
-        top1 = (kept.mask.flatten().long() * NOT_SAMPLED).index_copy_(0, kept.with_targets, drafted.top1)
-        targets, top1 = targets.view(rows, width, size), top1.view(rows, width)
+    if top1 is not None:
+        unsampled = kept.mask.flatten().long() * NOT_SAMPLED
+        top1 = unsampled.index_copy_(0, kept.with_targets, top1).view(rows, width)
     features = Features(
         tokens=kept.tokens,
         mask=kept.mask,
         hidden=torch.cat(hidden, -1),
-        targets=from_stage(stages - 1, targets, (rows, width, size), dtype),
         target_top1=from_stage(stages - 1, top1, (rows, width), torch.int64),
-        head=head_rows,
         starts=kept.starts,
     )
     if kept.owners is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +31,8 @@ from specrl.models.layout import trainer_problems
 from specrl.models.rope import rope_frequencies
 from specrl.models.shapes import shape_of
 from specrl.training.batches import rows_of
-from specrl.training.features import FeatureSpec
 from specrl.training.megatron.attention import PackedAttention, row_layout
-from specrl.training.megatron.scores import OutputLayer, columns_of, most_likely, token_scores
+from specrl.training.megatron.scores import OutputLayer, most_likely, token_scores
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 logging.getLogger(GPTModel.__module__).setLevel(logging.ERROR)  # each model would warn that HybridModel is to follow
@@ -47,20 +46,8 @@ class HeadInput:
     """[n] int64: the places in the row at which the output layer is evaluated; a place may occur several times."""
     targets: Tensor
     temperature: float
-    features: FeatureSpec | None = None
-    """The drafter's targets that are returned too."""
     kept: Tensor | None = None
-    """[kept] int64: the positions whose drafter targets this rank keeps; None for all."""
-
-
-class DraftTargets(NamedTuple):
-    """The drafter's targets at the positions that this rank keeps."""
-
-    targets: Tensor
-    """[kept, draft_vocab], logits at temperature 1, or [kept, hidden], what the output layer computes them from; in the
-    compute type, detached."""
-    top1: Tensor
-    """[kept] int64: the most likely token of the whole vocabulary."""
+    """[kept] int64: the positions whose most likely token is returned too; None for no token at all."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +56,8 @@ class HeadOutput:
     """[n] float32, differentiable."""
     entropy: Tensor
     """[n] float32, nats, differentiable."""
-    drafted: DraftTargets | None = None
+    top1: Tensor | None = None
+    """[kept] int64: the most likely token of the whole vocabulary."""
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
@@ -118,25 +106,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         chosen, layer = rows_of(hidden[:, 0], head.places), self.output()
         scored = partial(token_scores, chosen, head.targets, layer, temperature=head.temperature)
-        if (spec := head.features) is None:
+        if head.kept is None:
             return HeadOutput(*scored())
-        top1, logits = list[Tensor](), list[Tensor]()
-
-        def keep_targets(part: Tensor) -> None:
-            top1.append(most_likely(part, layer.first, layer.group))
-            if not spec.as_hidden:
-                logits.append(columns_of(part, spec.draft_tokens, layer.first, layer.group))
-
-        scores = scored(on_logits=keep_targets)
-        kept = slice(None) if head.kept is None else head.kept
-        targets = chosen.detach() if spec.as_hidden else torch.cat(logits)
-        return HeadOutput(*scores, DraftTargets(targets[kept], torch.cat(top1)[kept]))
-
-    @torch.no_grad()
-    def head_rows(self, tokens: Tensor) -> Tensor:
-        """The output layer's rows of some vocabulary ids, [m, hidden]; the last stage's ranks call it together."""
-        layer = self.output()
-        return columns_of(layer.weight.t(), tokens, layer.first, layer.group).t().contiguous()
+        top1 = list[Tensor]()
+        scores = scored(on_logits=lambda part: top1.append(most_likely(part, layer.first, layer.group)))
+        return HeadOutput(*scores, torch.cat(top1)[head.kept])
 
 
 def check_supported(hf: Any, policy: PolicyConfig) -> None:

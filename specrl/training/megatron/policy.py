@@ -32,7 +32,7 @@ from specrl.models.families import family_of_model
 from specrl.models.hf_io import mtp_layers, write_model
 from specrl.precision.kv_scales import KvObserver
 from specrl.training.batches import MicroBatch, empty_micro_batch
-from specrl.training.features import Features, FeatureSpec, Window
+from specrl.training.features import Features, Window
 from specrl.training.lora import write_adapter
 from specrl.training.megatron import parallel, weights
 from specrl.training.megatron.capture import KeptRows, LayerInputs, assemble
@@ -40,7 +40,6 @@ from specrl.training.megatron.export import export
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.model import (
     DTYPES,
-    DraftTargets,
     HeadInput,
     HeadOutput,
     PolicyModel,
@@ -69,7 +68,7 @@ class _Outcome:
     logprobs: Tensor
     """[sequences, longest response] float32, detached."""
     num_tokens: int
-    drafted: DraftTargets | None
+    top1: Tensor | None
     sums: dict[str, Tensor]
     """`loss` and the loss function's metrics, for which nothing waits before the pass is over."""
 
@@ -190,7 +189,7 @@ class Policy:
         micro_batches: list[MicroBatch],
         loss: LossFn,
         *,
-        features: FeatureSpec | None = None,
+        features: tuple[int, ...] | None = None,
         windows: Mapping[int, Window] | None = None,
         temperature: float = 1.0,
         lr: float | None = None,
@@ -198,6 +197,8 @@ class Policy:
         """Update the policy once on all ranks' micro-batches; without any token, nothing changes (collective).
 
         Args:
+            features: The layers whose features are kept. Index i means the residual stream that enters layer i, as in
+                vLLM and SGLang; in a policy of n layers, index n means the one that leaves the last layer.
             windows: The features to keep and on which rank, by `TokenSequence.index`; the same on all ranks that hold
                 the policy together. By default each rank keeps everything.
             temperature: The divisor of logits, so that log-probs are those of the sampled distribution.
@@ -231,10 +232,10 @@ class Policy:
         ]
 
     def forward_features(
-        self, micro_batches: list[MicroBatch], spec: FeatureSpec, windows: Mapping[int, Window] | None = None
+        self, micro_batches: list[MicroBatch], layers: tuple[int, ...], windows: Mapping[int, Window] | None = None
     ) -> list[Features]:
         """The drafter's features of each micro-batch, as `train_step` does, without an update (collective)."""
-        return self._run(micro_batches, 1.0, spec, windows=windows)[1]
+        return self._run(micro_batches, 1.0, layers, windows=windows)[1]
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         return export(self.model, self._weights)
@@ -284,22 +285,22 @@ class Policy:
         self,
         micro_batches: list[MicroBatch],
         temperature: float,
-        spec: FeatureSpec | None = None,
+        layers: tuple[int, ...] | None = None,
         loss: LossFn | None = None,
         windows: Mapping[int, Window] | None = None,
     ) -> tuple[list[_Outcome], list[Features]]:
         """Run forward and, with a loss, backward passes (collective); only the last stage has outcomes."""
         batches = [batch.to(self.ranks.device) for batch in self.evenly_many(micro_batches or [self._empty])]
-        inputs = LayerInputs(self.model, spec.layers if spec else ())
-        kept = [self._kept(batch, windows) if spec is not None else None for batch in batches]
+        inputs = LayerInputs(self.model, layers or ())
+        kept = [self._kept(batch, windows) if layers is not None else None for batch in batches]
         items = list(zip(batches, kept, strict=True))
 
         def forward_step(
             iterator: Iterator[tuple[MicroBatch, KeptRows | None]], model: Any
         ) -> tuple[Any, Callable[[HeadOutput], Any]]:
             batch, rows = next(iterator)
-            features = (spec, rows.outputs) if rows is not None else ()
-            head = HeadInput(batch.predictors, batch.targets, temperature, *features)
+            outputs = rows.outputs if rows is not None else None
+            head = HeadInput(batch.predictors, batch.targets, temperature, outputs)
             recording = inputs.micro_batch(rows) if rows is not None else nullcontext()
             with self._observed(batch, trains=loss is not None), recording:
                 output = model(batch.tokens, batch.segments, head)
@@ -320,7 +321,7 @@ class Policy:
             inputs.remove()
         if self.routing is not None:
             self.routing.end_pass()
-        return outcomes, self._features(spec, kept, inputs, outcomes) if spec else []
+        return outcomes, self._features(layers, kept, inputs, outcomes) if layers is not None else []
 
     def _kept(self, batch: MicroBatch, windows: Mapping[int, Window] | None) -> KeptRows | None:
         """The rows that this tensor-parallel rank keeps, on any pipeline stage; None if no rank keeps any."""
@@ -351,23 +352,16 @@ class Policy:
         return [*micro_batches, *[self._empty] * (int(most) - len(micro_batches))]
 
     def _features(
-        self, spec: FeatureSpec, kept: list[KeptRows | None], inputs: LayerInputs, outcomes: list[_Outcome]
+        self, layers: tuple[int, ...], kept: list[KeptRows | None], inputs: LayerInputs, outcomes: list[_Outcome]
     ) -> list[Features]:
-        drafted = [outcome.drafted for outcome in outcomes] or [None] * len(kept)
-        chosen = [(rows, own) for rows, own in zip(kept, drafted, strict=True) if rows is not None]
-        head_rows = self._head_rows(spec) if spec.as_hidden and chosen else None
+        top1 = [outcome.top1 for outcome in outcomes] or [None] * len(kept)
         # Recorded tensors are released as they are taken over: keeping both would double the features' memory.
-        own, dtype = self.model_rank, self.dtype
         found = [
-            assemble(spec, rows, inputs.recorded.pop(0), targets, self.hf_config, own, head_rows, dtype)
-            for rows, targets in chosen
+            assemble(layers, rows, inputs.recorded.pop(0), own, self.hf_config, self.model_rank, self.dtype)
+            for rows, own in zip(kept, top1, strict=True)
+            if rows is not None
         ]
         return [features for features in found if features is not None]
-
-    def _head_rows(self, spec: FeatureSpec) -> Tensor:
-        last, tokens = self.pp_size - 1, spec.draft_tokens
-        rows = self.model.head_rows(tokens) if self.pp_rank == last else None
-        return parallel.from_stage(last, rows, (len(tokens), self.hf_config.hidden_size), self.dtype)
 
     def _sum(self, outcomes: list[_Outcome]) -> dict[str, float]:
         chosen = outcomes if self.tp_rank == 0 else []
@@ -390,7 +384,7 @@ def _outcome(batch: MicroBatch, loss: LossFn | None, head: HeadOutput) -> tuple[
         own, metrics = loss(logprobs, entropy, batch)
         value = value + own
     sums = {name: tensor.detach().float() for name, tensor in {**metrics, "loss": value}.items()}
-    kept = _Outcome(logprobs.detach(), len(head.logprobs), head.drafted, sums)
+    kept = _Outcome(logprobs.detach(), len(head.logprobs), head.top1, sums)
     return value, torch.ones((), dtype=torch.int, device=value.device), kept
 
 

@@ -229,15 +229,3 @@ def most_likely(logits: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
     values, tokens = torch.stack(gathered).unbind(1)
     best = values.argmax(0)  # the first rank among equals holds the lowest ids
     return tokens.gather(0, best[None])[0].long()
-
-
-@torch.no_grad()
-def columns_of(logits: Tensor, tokens: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """The logits of some vocabulary ids `tokens` [m]: [n, m]; see `most_likely`."""
-    if group.size() == 1:
-        return logits.index_select(1, tokens)
-    mine = (tokens >= first) & (tokens < first + logits.shape[1])
-    selected = logits.new_zeros(logits.shape[0], len(tokens))
-    selected[:, mine] = logits.index_select(1, tokens[mine] - first)
-    dist.all_reduce(selected, group=group)
-    return selected

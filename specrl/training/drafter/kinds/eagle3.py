@@ -104,8 +104,6 @@ class FirstLayer(Layer):
 class Eagle3(DraftModule):
     """The drafter, with embeddings that are a copy of the policy's."""
 
-    embeddings: Tensor
-
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__(shape)
         self.norm_before_residual, self.norm_output = shape.norm_before_residual, shape.norm_output

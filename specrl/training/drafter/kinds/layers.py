@@ -8,7 +8,7 @@ token i, at rotary position i, as in vLLM (`llm_base_proposer.set_inputs_first_p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specrl.models.checks.config import rope_of
-from specrl.models.directory import EMBEDDINGS
+from specrl.models.directory import EMBEDDINGS, FINAL_NORM, HEAD
 from specrl.models.families import head_dim
 from specrl.models.rope import rope_frequencies
 
@@ -51,7 +51,7 @@ class DraftShape:
     vocab_size: int
     draft_vocab_size: int
     feature_layers: tuple[int, ...]
-    """The indices of `FeatureSpec.layers`."""
+    """The layers of the policy that it reads, by the indices of `Policy.train_step`."""
     dtype: torch.dtype
     """The policy's compute type, in which the engine runs the drafter too; parameters are float32 here."""
     num_layers: int = 1
@@ -78,10 +78,14 @@ class DraftModule(nn.Module, ABC):
     Tensors of the policy (`SHARED`) are held as copies that no gradient reaches.
     """
 
-    SHARED: ClassVar[Mapping[str, str]] = {EMBEDDINGS: "embeddings"}
-    """The policy's tensors that drafting reads: the name on disk to the attribute here."""
-    policy_head: Callable[[Tensor], Tensor] | None = None
-    """The function from features to the policy's logits; None for a drafter with its own head."""
+    SHARED: ClassVar[Mapping[str, str]] = {EMBEDDINGS: "embeddings", FINAL_NORM: "policy_norm", HEAD: "policy_head"}
+    """The policy's tensors that drafting and its targets read: the name on disk to the attribute here."""
+    embeddings: Tensor
+    policy_norm: Tensor
+    policy_head: Tensor
+    """[draft_vocab, hidden]: the head's rows for the draft vocabulary."""
+    policy_eps: float
+    """That of the policy's norms; a drafter's own may have another."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -89,21 +93,17 @@ class DraftModule(nn.Module, ABC):
         for attribute in self.SHARED.values():
             self.register_buffer(attribute, None, persistent=False)
 
-    def share(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor of the policy if drafting reads it; the others are ignored."""
-        if name not in self.SHARED:
-            return
-        device = next(self.parameters()).device
-        held: Tensor | None = getattr(self, self.SHARED[name])
-        # A refit streams tensors in inference mode; a tensor created there could not be used in training.
-        with torch.inference_mode(False), torch.no_grad():
-            if held is None:
-                setattr(self, self.SHARED[name], tensor.to(device, self.shape.dtype, copy=True))
-            else:
-                held.copy_(tensor)  # reusing memory saves mapping new pages
-
     def name_on_disk(self, name: str) -> str:
         return name
+
+    @torch.no_grad()
+    def policy_logits(self, hidden: Tensor) -> Tensor:
+        """The policy's logits on the draft vocabulary, `[..., draft_vocab]`, from its last layer's `[..., hidden]`."""
+        return F.linear(self.policy_normed(hidden), self.policy_head)
+
+    @torch.no_grad()
+    def policy_normed(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self.policy_norm.float(), self.policy_eps)
 
     @property
     @abstractmethod

@@ -8,16 +8,14 @@ zero in slot 0. Embeddings and head are the policy's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specrl.models.directory import EMBEDDINGS, FINAL_NORM, HEAD
 from specrl.models.families import Family
-from specrl.training.drafter.kinds.layers import MLP, Attention, DraftModule, DraftShape, RMSNorm, linear, rms_norm
+from specrl.training.drafter.kinds.layers import MLP, Attention, DraftModule, DraftShape, RMSNorm, linear
 
 
 def mtp_shape(hf_config: Any) -> DraftShape:
@@ -27,12 +25,6 @@ def mtp_shape(hf_config: Any) -> DraftShape:
 
 class Mtp(DraftModule):
     """The layer; embeddings, final norm and head are copies of the policy's."""
-
-    SHARED: ClassVar[Mapping[str, str]] = {EMBEDDINGS: "embeddings", FINAL_NORM: "norm", HEAD: "head"}
-
-    embeddings: Tensor
-    norm: Tensor
-    head: Tensor
 
     def __init__(self, shape: DraftShape, family: Family) -> None:
         super().__init__(shape)
@@ -63,7 +55,7 @@ class Mtp(DraftModule):
         return normed
 
     def feed(self, features: Tensor) -> Tensor:
-        return self._policy_norm(features) if self.layout.reads_normed else features
+        return self.policy_normed(features) if self.layout.reads_normed else features
 
     def enter(self, layer: int, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         parts = [self.hidden_layernorm(hidden), embedded]
@@ -76,12 +68,4 @@ class Mtp(DraftModule):
         return output if self.final_layernorm is None else self.final_layernorm(output)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head)
-
-    @torch.no_grad()
-    def policy_head(self, hidden: Tensor) -> Tensor:
-        return F.linear(self._policy_norm(hidden), self.head)
-
-    @torch.no_grad()
-    def _policy_norm(self, hidden: Tensor) -> Tensor:
-        return rms_norm(hidden, self.norm.float(), self.shape.rms_norm_eps)
+        return F.linear(hidden, self.policy_head)
