@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from difflib import get_close_matches
+from numbers import Integral
 from typing import Any
 
 from pydantic import ValidationError
@@ -118,7 +119,7 @@ def plain(value: Any) -> Any:
             return (list if isinstance(value, list) else tuple)(map(plain, value))
         case None | bool():
             return value
-        case int():
+        case Integral():  # NumPy's are no subclasses of int
             return int(value)
         case float() if math.isfinite(value):
             return float(value)
