@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from specrl.config import ConfigError, DataConfig
 from specrl.data.generators import MAX_MISSES, make_generator
-from specrl.data.problems import Counts, Fit, Problem, derive_seed, is_held_out
+from specrl.data.problems import Counts, Fit, Misfit, Problem, derive_seed, is_held_out
 from specrl.schemas import read_table, write_table
 
 logger = logging.getLogger(__name__)
@@ -115,30 +115,23 @@ class GeneratorMixture:
     def _distinct(self, stream: str, number: int, counts: Counts, until: float = math.inf) -> Iterator[Problem]:
         """Yield distinct problems; once exhausted, end (if held out) or repeat them."""
         seen: set[str] = set()
-        misses, held_out = 0, stream == HELD_OUT
+        misses, held_out, fraction = 0, stream == HELD_OUT, self.config.validation_fraction
         for candidate in self._candidates(stream, number):
             if time.monotonic() > until:
                 return
-            problem = self._fitted(candidate, counts)
-            if problem is not None and problem.question not in seen:
-                wanted = is_held_out(problem.question, self.config.validation_fraction) == held_out
-                if wanted:
-                    seen.add(problem.question)
-                    misses = 0
-                    yield problem
-                    continue
+            [found] = self._fit([candidate], counts)
+            if isinstance(found, Misfit):
+                self._misfit = found.text
+            elif found.question not in seen and is_held_out(found.question, fraction) == held_out:
+                seen.add(found.question)
+                misses = 0
+                yield found
+                continue
             misses += 1
             if misses == MAX_MISSES:
                 if held_out or not seen:
                     return
                 seen, misses = set(), 0
-
-    def _fitted(self, candidate: Problem, counts: Counts) -> Problem | None:
-        [found] = self._fit([candidate], counts)
-        if isinstance(found, Problem):
-            return found
-        self._misfit = found.text
-        return None
 
     def _why_so_few(self, advice: str) -> str:
         return f"of one that was left out, {self._misfit}" if self._misfit else advice
