@@ -34,6 +34,7 @@ PAUSE_SECONDS = (5.0, 60.0)
 AWAY_SECONDS = (2.0, 25.0)
 """How long a killed MLflow server stays away."""
 RUN_SECONDS = 1800.0
+NUM_STEPS = 60
 FULL_AT = {
     "checkpoint": "stages/train-*/checkpoints/step=*",
     "rollouts": "stages/train-*/rollouts/step=*/*.arrow",
@@ -57,6 +58,8 @@ class Disturbed:
     """The kills in earlier runs."""
     server_back_at: float = 0.0
     kills: Counter[str] = field(default_factory=Counter)
+    stages: Counter[str] = field(default_factory=Counter)
+    """The kills by the stage whose job was the newest."""
     lines: list[str] = field(default_factory=list)
     """The last line of every flow that ended without finishing the run."""
 
@@ -101,7 +104,13 @@ class Disturbed:
         else:
             self.generator.choice(found[kind]).kill()
         self.kills[kind] += 1
-        print(f"{time.strftime('%H:%M:%S')} killed: {kind}", flush=True)
+        self.stages[newest_stage(self.run_dir)] += 1
+        print(f"{time.strftime('%H:%M:%S')} killed: {kind}, in {newest_stage(self.run_dir)}", flush=True)
+
+
+def newest_stage(run_dir: Path) -> str:
+    jobs = list((run_dir / "jobs").glob("*-*"))
+    return max(jobs, key=lambda job: job.stat().st_ctime).name.partition("-")[0] if jobs else "no stage yet"
 
 
 def targets(run_dir: Path, flow: subprocess.Popen[str]) -> dict[str, list[psutil.Process]]:
@@ -124,7 +133,9 @@ def targets(run_dir: Path, flow: subprocess.Popen[str]) -> dict[str, list[psutil
 
 
 def start(runs_dir: Path, uri: str) -> subprocess.Popen[str]:
-    return run_smoke(runs_dir, "--set", "train.checkpoint_every=1", "--set", f"tracking.uri={uri}")
+    # Enough steps that kills hit `train`, too.
+    settings = (f"train.num_steps={NUM_STEPS}", "train.checkpoint_every=1", f"tracking.uri={uri}")
+    return run_smoke(runs_dir, *(word for setting in settings for word in ("--set", setting)))
 
 
 def disturb(folder: Path, server: MlflowServer, num_kills: int, seed: int) -> tuple[Counter[str], list[str]]:
@@ -135,7 +146,7 @@ def disturb(folder: Path, server: MlflowServer, num_kills: int, seed: int) -> tu
         assert run.run(num_kills - sum(kills.values())), f"{run.run_dir} has not finished in {RUN_SECONDS} s"
         assert_same_result(folder / "plain" / "smoke", run.run_dir)
         kills, lines = kills + run.kills, lines + run.lines
-        done = f"finished, same rollouts, policy and drafter; kills: {dict(run.kills)}"
+        done = f"finished, same rollouts, policy and drafter; kills: {dict(run.kills)}, in {dict(run.stages)}"
         print(f"{run.run_dir.parent.name}: {done}", flush=True)
     return kills, lines
 

@@ -183,14 +183,14 @@ def send(config: Config, folders: Sequence[Path], patience_s: float, limit_s: fl
     """Send the logs of these folders, in order; return the folders that still have unsent entries.
 
     Args:
-        patience_s: How long an unreachable store is retried.
+        patience_s: How long an unreachable store is retried, for all folders together.
         limit_s: How long a reachable store may take for one folder; unlimited by default.
     """
     waiting = [folder for folder in folders if not Sent(Log(folder)).is_complete()]
     late: list[Path] = []
     for number, folder in enumerate(waiting):
         syncing = Syncing(config, Log(folder))
-        syncing.close(patience_s, limit_s)
+        syncing.close(0.0 if late else patience_s, limit_s)  # all files go to the same store
         if syncing.is_away:
             return [*late, *waiting[number:]]  # the others would wait for the same store
         late += [folder] if Sent(Log(folder)).waits() else []

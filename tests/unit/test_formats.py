@@ -157,7 +157,10 @@ def test_what_is_no_data_file_is_called_what_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (gzip.compress(b'{"prompt": "1+1", "answer": "2"}', mtime=0), r"has the content of a \.gz file: its name must end so"),
+        (
+            gzip.compress(b'{"prompt": "1+1", "answer": "2"}', mtime=0),
+            r"has the content of a \.gz file: its name must end so",
+        ),
         (b"PAR1\x15\x04\x15", r"has the content of a \.parquet file: its name must end so"),
         (
             b'[\n{"prompt": "1+1", "answer": "2"}\n]\n',

@@ -244,7 +244,11 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     ("name", "content", "words"),
     [
         ("a.jsonl.gz", b"no gzip", "cannot be read: Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a", "answer": 1}\n' * 9, mtime=0)[:-12], "cannot be read: Compressed file"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"prompt": "a", "answer": 1}\n' * 9, mtime=0)[:-12],
+            "cannot be read: Compressed file",
+        ),
         ("a.json", b"[1, 2", "is not JSON"),
         ("a.json", b"[1, 2]", "row 1 must be a JSON object"),
         ("a.csv", b"prompt,answer\na,1\nb\n", "row 2 has not the 2 fields"),

@@ -29,6 +29,7 @@ from specrl.tracking import runs
 from specrl.tracking.log import Log
 from specrl.tracking.runs import finish_parent_run, start_parent_run, sync_run
 from specrl.tracking.store import RUN_ID_FILE, check_server, connect, import_mlflow, tracking_uri
+from specrl.tracking.sync import Syncing
 from specrl.tracking.tracker import Tracker
 
 
@@ -78,6 +79,32 @@ def test_artifacts_that_cannot_be_stored_hold_back_artifacts_alone_and_arrive_on
         (tmp_path / "file").unlink()
         assert sync_run(config, 2.0) == []
         assert {item.path for item in client.list_artifacts(run_id)} == {"config.json", "logs"}
+
+
+def test_a_store_that_is_out_of_reach_is_waited_for_once_and_not_for_each_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    config = config_of(tmp_path)
+    client = connect(config)
+    client.create_experiment("specrl", artifact_location=(tmp_path / "file" / "below").as_uri())
+    start_parent_run(config)
+    for stage in ("prepare", "pretrain", "train"):
+        log(config, stage, reward__mean=0.5)
+        folder = config.run_dir / "stages" / f"{stage}-0"
+        (folder / "a.out").write_text("a line")
+        Tracker(Log(folder)).log_artifact(folder / "a.out")
+    waited: list[float] = []
+    close = Syncing.close
+
+    def noting(syncing: Syncing, patience_s: float, limit_s: float | None = None) -> bool:
+        waited.append(patience_s)
+        return close(syncing, patience_s, limit_s)
+
+    monkeypatch.setattr(Syncing, "close", noting)
+    assert len(sync_run(config, 2.0)) == 1
+    assert waited == [2.0, 0.0, 0.0, 0.0]  # the run's own settings are a file, too
+    assert metrics_of(client, config.run_dir / "stages/train-0") == ({"reward/mean": 0.5}, "FINISHED")
 
 
 def test_a_deleted_experiment_is_said_at_the_start_and_repaired_by_sync(tmp_path: Path) -> None:
