@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import warnings
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -60,6 +61,8 @@ class ReasoningGym:
             return 0.0
 
     def _item(self, dataset: Any, index: int) -> dict[str, Any] | None:
+        state = random.getstate()
+        random.seed(dataset.seed + index)  # `list_functions` also draws from Python's global generator
         try:
             item: dict[str, Any] = dataset[index]
         except Exception as error:  # a generator that fails on one seed in a million must not end a run
@@ -67,6 +70,8 @@ class ReasoningGym:
             if self._failed == MAX_MISSES:
                 raise ConfigError(f"data.generators: {self.name} fails on every item: {error}") from error
             return None
+        finally:
+            random.setstate(state)
         self._failed = 0
         return item
 

@@ -35,8 +35,8 @@ DRAW = """
 from itertools import islice
 from specrl.config import GeneratorConfig
 from specrl.data.generators import make_generator
-for name in ("isomorphic_strings", "ransom_note"):
-    print([problem.question for problem in islice(make_generator(GeneratorConfig(name=name)).problems(0), 3)])
+for name in ("isomorphic_strings", "list_functions"):
+    print([problem.question for problem in islice(make_generator(GeneratorConfig(name=name)).problems(0), 100)])
 """
 
 
@@ -183,7 +183,10 @@ def test_entries_are_kept_as_they_are(tmp_path: Path) -> None:
 
 
 def test_the_processes_of_jobs_draw_the_same_problems() -> None:
-    """Mutation: without PYTHONHASHSEED in `job_environment`. These generators choose letters from sets."""
+    """Mutation: without PYTHONHASHSEED in `job_environment`, or without seeding Python's global generator.
+
+    Of these generators, one chooses letters from sets, and the other one draws from the global generator.
+    """
     environment = {**os.environ, **job_environment(ROOT)}
     command = [sys.executable, "-c", DRAW]
     drawn = {subprocess.run(command, env=environment, capture_output=True, check=True).stdout for _ in range(2)}
