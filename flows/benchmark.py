@@ -21,15 +21,15 @@ from rich.console import Console
 
 from flows.folder import only_flow, write_config
 from slurm.access import restrict
-from slurm.backend import JobError, SilentSchedulerError, StoppedError
-from slurm.environment import THREAD_VARIABLES, WAITING, cache_folders, present_code, snapshot_code
+from slurm.backend import JobError, SilentSchedulerError, StoppedError, forget_stop
+from slurm.environment import cache_folders, present_code, process_variables, read_environment_file, snapshot_code
 from slurm.failures import last_error
 from slurm.submit import backend_of
 from specrl.artifacts import RESULT_FILE, digest
 from specrl.bench.job import ENTRY, JOB_FILE, PAGE_FILE, BenchJob
-from specrl.checks.gpu import own_cuda_home
 from specrl.config import Config, ConfigError, Resources, change_config, parse_config
-from specrl.config.sbatch import asks_for_gpus
+from specrl.config.cluster import StageResources
+from specrl.config.sbatch import asks_for_gpus, names_gpus
 from specrl.context import StageContext
 from specrl.keys import file_digest, model_fingerprint
 from specrl.report.results import find_stages, seconds_of
@@ -39,7 +39,7 @@ from specrl.tracking.store import BENCHMARKS, import_mlflow
 from specrl.tracking.sync import send
 from specrl.tracking.tracker import Tracker
 from tasks.display import Reporter
-from tasks.run import end_jobs, forget_stop, work
+from tasks.run import end_jobs, job_settings, work
 
 logger = logging.getLogger(__name__)
 
@@ -111,12 +111,12 @@ def job_config(config: Config, trainings: Sequence[Resources], folder: Path, ove
         "cpus_per_rank": max(one.ranks * one.cpus_per_rank for one in trainings),
         "memory_gib_per_rank": rank.memory_gib_per_rank * 2 * ranks,
         "minutes": rank.minutes,
+        "sbatch": {},
     }
-    if gpus > 1:
+    asked = config.stage_resources.get("bench", StageResources()).sbatch
+    if gpus > 1 and not any(names_gpus(name, value) for name, value in asked.items()):
         own["sbatch"] = {"gpus-per-node": gpus}
-    data = config.settings
-    asked = data["stage_resources"].get("bench", {})
-    data["stage_resources"]["bench"] = own | {key: value for key, value in asked.items() if value not in (None, {})}
+    data = job_settings(config, "bench", own)
     data |= {"name": folder.name, "runs_dir": str(folder.parent)}
     if data["cluster"]["container"] is not None:  # a job in a container reads the run's folder, too
         data["cluster"]["container"]["mounts"] += [f"{config.runs_dir.absolute()}:{config.runs_dir.absolute()}"]
@@ -125,13 +125,18 @@ def job_config(config: Config, trainings: Sequence[Resources], folder: Path, ove
 
 def run_here(job: BenchJob, label: str, minutes: int | None = None) -> None:
     """Run a benchmark in a process with a rank's cores, or all devices, and wait; a JobError if it failed."""
-    resources = job.subject.config.resources_of("validate") if job.run_dir is not None else None
     cores, path, log = len(os.sched_getaffinity(0)), job.folder / JOB_FILE, job.folder / f"{label}.log"
-    count = os.environ.get("OMP_NUM_THREADS", cores) if resources is None else min(resources.cpus_per_rank, cores)
-    own = {"TOKENIZERS_PARALLELISM": "false"} | ({"CUDA_HOME": home} if (home := own_cuda_home()) is not None else {})
-    environment = {**cache_folders(None), **os.environ, **own, **dict.fromkeys(THREAD_VARIABLES, str(count)), **WAITING}
-    if resources is not None and not resources.gpus_per_rank:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment = {**cache_folders(None), **os.environ}
+    if job.run_dir is None:
+        environment |= process_variables(os.environ.get("OMP_NUM_THREADS", cores), "", has_gpus=True)
+    else:
+        config = job.subject.config
+        resources = config.resources_of("validate")
+        has_gpus, cores = bool(resources.gpus_per_rank), min(resources.cpus_per_rank, cores)
+        environment |= read_environment_file(config.cluster.environment_file)
+        environment |= process_variables(cores, config.model.dtype, has_gpus=has_gpus)
+        if not has_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
     job.save(path)
     with log.open("wb") as errors:
         process = [sys.executable, "-m", "specrl.bench.job", str(path), str(os.getpid())]
@@ -154,7 +159,7 @@ def measure_cells(cells: Sequence[CellJob], config: Config, at_once: int) -> dic
         raise ConfigError("\n".join(problems))
     reporter = Reporter(Console(stderr=True, highlight=False, soft_wrap=True))
     errors: dict[str, str] = {}
-    with only_flow(of_jobs.run_dir), ThreadPoolExecutor(at_once) as threads:
+    with only_flow(of_jobs.run_dir, of_jobs.cluster), ThreadPoolExecutor(at_once) as threads:
         forget_stop(of_jobs.run_dir)
         write_config(of_jobs)
         code = snapshot_code(of_jobs.run_dir)

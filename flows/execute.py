@@ -17,7 +17,7 @@ from flows.origin import ORIGIN, Origin, own_source
 from flows.preflight import check, take_wandb_variables
 from flows.server import PrefectServer, mark_crashed_flows
 from slurm.access import check_access, restrict
-from slurm.backend import JobError, StoppedError, UnseenError, stop_asked
+from slurm.backend import JobError, StoppedError, UnseenError, forget_stop, stop_asked
 from slurm.environment import ROOT, job_environment, present_code
 from slurm.failures import telling_logs
 from slurm.trust import check_code
@@ -31,7 +31,7 @@ from specrl.report.summary import SUMMARY_FILE, describe, headline, render_summa
 from specrl.report.tables import lasting, print_line
 from specrl.tracking.runs import Status, finish_parent_run, start_parent_run
 from tasks.detached import IN_JOB, submit_flow
-from tasks.run import begin, forget_stop
+from tasks.run import begin
 
 GUARD = "SPECRL_RUN_CODE"  # the variable with the digest of the code that replaced this process
 OUTCOMES: dict[Status, str] = {"FINISHED": "finished", "KILLED": "stopped", "FAILED": "failed"}

@@ -119,10 +119,10 @@ def write_config(config: Config) -> None:
 
 
 @contextmanager
-def only_flow(run_dir: Path, cluster: ClusterConfig | None = None) -> Iterator[None]:
+def only_flow(run_dir: Path, cluster: ClusterConfig) -> Iterator[None]:
     """Lock the run until this process ends in any way; a ConfigError if another holds it or others can change it."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    check_access(run_dir, cluster or ClusterConfig())
+    check_access(run_dir, cluster)
     holder = run_dir / HOLDER_FILE
     try:
         lock = FileLock(run_dir / LOCK_FILE).acquire(timeout=LOCK_SECONDS)

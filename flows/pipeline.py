@@ -19,7 +19,7 @@ from specrl.report.html import write_report
 from specrl.report.summary import SUMMARY_FILE, write_summary
 from specrl.tracking.runs import log_to_run
 from tasks.display import make_reporter
-from tasks.run import cancel_jobs, open_run
+from tasks.run import end_jobs, open_run
 from tasks.stages import calibrate, export, prepare, pretrain, train, validate
 
 
@@ -28,7 +28,7 @@ def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
 
     Prefect passes the arguments by these names.
     """
-    cancel_jobs(Path(flow_run.parameters["run_dir"]))
+    end_jobs(Path(flow_run.parameters["run_dir"]), stop=False)
 
 
 @flow(name="specrl", flow_run_name="{run_dir}", on_cancellation=[cancel], validate_parameters=False)

@@ -50,7 +50,7 @@ def check(config: Config, *, dry_run: bool = False) -> None:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     source = _source_folder(config)
     warnings = [*doubts(config), *(teacher_doubts(config, source) if source is not None else [])]
-    warnings += [*_shared_databases(config), *_options_of_plugins(config), *_unused_variables(config)]
+    warnings += [*_shared_databases(config), *_slurm_doubts(config)]
     warnings += _reward_doubts(config) if dry_run else []
     for line in warnings:
         Console(stderr=True, soft_wrap=True).print(f"warning: {line}", style="yellow", markup=False)
@@ -182,19 +182,15 @@ def check_draft_model(config: Config) -> list[str]:
     return []
 
 
-def check_teacher_model(config: Config) -> list[str]:
-    """Check that `train.teacher` can score the policy's tokens, if the policy is available here."""
-    return _refusals(lambda: check_teacher(config, _source_folder(config)))
-
-
 def _vocabulary(directory: Path) -> dict[str, int] | None:
     path = directory / "tokenizer.json"
     return json.loads(path.read_bytes())["model"].get("vocab") if path.is_file() else None
 
 
-def check_drafter(config: Config) -> list[str]:
-    """Check from its config that the drafter of `drafter.source`, unless it is on the hub, can be used."""
-    return _refusals(lambda: check_source_drafter(config, _source_folder(config)))
+def check_other_models(config: Config) -> list[str]:
+    """Check the models of `train.teacher` and `drafter.source` against the policy, as far as all are here."""
+    source = _source_folder(config)
+    return _refusals(lambda: check_teacher(config, source), lambda: check_source_drafter(config, source))
 
 
 def check_data(config: Config) -> list[str]:
@@ -296,20 +292,19 @@ def check_sbatch(config: Config) -> list[str]:
     return unknown_options(config) if _uses_slurm(config) and shutil.which("sbatch") else []
 
 
-def _options_of_plugins(config: Config) -> list[str]:
-    foreign = foreign_options(config)
-    if not foreign or not _uses_slurm(config) or shutil.which("sbatch"):
+def _slurm_doubts(config: Config) -> list[str]:
+    if not _uses_slurm(config):
         return []
-    return [
-        f"{', '.join(foreign)}: Slurm itself has no such option, and there is no sbatch here to tell whether a plugin "
-        "of the cluster has it"
-    ]
-
-
-def _unused_variables(config: Config) -> list[str]:
-    if not _uses_slurm(config) or not (names := unused_variables()):
-        return []
-    return [f"{', '.join(names)}: sbatch does not get them; cluster.sbatch and [resources] say what jobs ask for"]
+    lines = []
+    if (foreign := foreign_options(config)) and not shutil.which("sbatch"):
+        lines.append(
+            f"{', '.join(foreign)}: Slurm itself has no such option, and there is no sbatch here to tell whether a "
+            "plugin of the cluster has it"
+        )
+    if names := unused_variables():
+        what = "cluster.sbatch and [resources] say what jobs ask for"
+        lines.append(f"{', '.join(names)}: sbatch does not get them; {what}")
+    return lines
 
 
 def _uses_slurm(config: Config) -> bool:
@@ -320,8 +315,7 @@ ALWAYS: tuple[Callable[[Config], list[str]], ...] = (
     check_folder,
     check_model,
     check_draft_model,
-    check_teacher_model,
-    check_drafter,
+    check_other_models,
     check_data,
     check_algorithms,
     check_disk,

@@ -23,7 +23,7 @@ from slurm.access import check_access
 from slurm.environment import ROOT, job_environment
 from specrl.config import Config, ConfigError, change_config, parse_config
 from specrl.lineage.record import code_of
-from tasks.run import cancel_jobs
+from tasks.run import end_jobs
 
 
 def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
@@ -32,7 +32,7 @@ def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     config = config_at(flow_run.expected_start_time, **flow_run.parameters)
     if config.run_dir.is_dir():
         check_access(config.run_dir, config.cluster)
-        cancel_jobs(config.run_dir)
+        end_jobs(config.run_dir, stop=False)
 
 
 @flow(name="specrl-scheduled", on_cancellation=[cancel])

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self
 from urllib.error import HTTPError
-from urllib.request import ProxyHandler, build_opener, urlopen
+from urllib.request import urlopen
 
 from filelock import FileLock
 
@@ -32,6 +32,7 @@ QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_ENABLED": "false",
     "PREFECT_LOGGING_LEVEL": "CRITICAL",
+    "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",
     "PREFECT_LOGGING_TO_API_ENABLED": "false",
     "PREFECT_CLI_PROMPT": "false",
     "DO_NOT_TRACK": "true",
@@ -92,9 +93,11 @@ class PrefectServer:
     def wait(self) -> None:
         """Wait until the server answers; a ServerError if it has ended or does not answer for long."""
         if self.process is None:
+            if (why := silence_of(self.url)) is not None:
+                raise ServerError(f"no Prefect server answers at {self.url} ({why}); {OWN_URL}")
             return
         started, is_said = time.monotonic(), False
-        while not _answers(f"{self.url}/health"):
+        while silence_of(self.url) is not None:
             if (code := self.process.poll()) is not None:
                 ended = f"it ended with exit code {code} ({last_line(self.log)})"
                 raise ServerError(f"Prefect's server did not start: {ended}; see {self.log}")
@@ -174,7 +177,7 @@ def main(command: Connection) -> None:
 
 
 def silence_of(url: str) -> str | None:
-    """Why nothing answers at the address of the user's own server; None if something does, were it a refusal."""
+    """Why no server answers at this address of an API; None if one does, were it with a refusal."""
     try:
         with urlopen(f"{url.rstrip('/')}/health", timeout=10):
             return None
@@ -183,10 +186,3 @@ def silence_of(url: str) -> str | None:
     except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         return None if isinstance(reason, ssl.SSLError) else str(reason)  # Prefect's client may know the certificate
-
-
-def _answers(url: str) -> bool:
-    direct = build_opener(ProxyHandler({}))  # this machine's server, regardless of proxies
-    with contextlib.suppress(OSError), direct.open(url, timeout=2) as response:
-        return bool(response.status == 200)
-    return False

@@ -6,9 +6,7 @@ to it by import path or by its name there.
 
 from __future__ import annotations
 
-import logging
 import pkgutil
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol, cast
@@ -24,8 +22,6 @@ from specrl.lifetime.segments import Reason, Segment
 from specrl.lineage.record import run_id
 from specrl.processes import importing
 
-logger = logging.getLogger(__name__)
-
 CONTEXT_FILE = "context.json"
 FLOW_KEY = "flow-0"  # the job key of a flow that `specrl run --detach` submitted
 STOP_FILE = "stop"  # in a run's folder: the file by which `specrl stop` asks stages to leave their job
@@ -34,6 +30,11 @@ STOP_FILE = "stop"  # in a run's folder: the file by which `specrl stop` asks st
 def stop_asked(run_dir: Path) -> bool:
     """Whether `specrl stop` was called since the run was last started."""
     return (run_dir / STOP_FILE).exists()
+
+
+def forget_stop(run_dir: Path) -> None:
+    """Withdraw the request to stop, because the run is started again."""
+    (run_dir / STOP_FILE).unlink(missing_ok=True)
 
 
 class JobError(RuntimeError):
@@ -64,7 +65,6 @@ class State:
     detail: str  # in the scheduler's words, such as Slurm's `TIMEOUT`, or how the ranks ended
     failed: bool = False  # a job that ended without failing has left its result
     reason: Reason | None = None  # why the job ended, if the scheduler reports it
-    suspended: bool = False  # whether the job is suspended, so that its time limit does not come closer
     is_leaving: bool = False  # whether only the last processes of the job have not ended
     in_time: bool = False  # whether the scheduler lets it run past its limit, which may have been raised
     never: str = ""  # why a pending job can never start
@@ -181,7 +181,6 @@ class StageRequest:
         """Call the stage's function with the context, in a rank of the job."""
         with importing():
             stage = pkgutil.resolve_name(self.entry)
-        logger.info("Python and its imports took %.1f s of CPU", time.process_time())
         stage(self.context)
 
     @property

@@ -103,14 +103,10 @@ def prepare_rank(request: StageRequest, backend: Backend) -> None:
     """Set the variables that torch and OpenMP read only when loaded. Call this before importing either."""
     resources, cluster = request.resources, request.key.cluster
     os.environ.update(read_environment_file(cluster.environment_file))  # first: what follows must stand
-    os.environ.update(
-        dict.fromkeys(THREAD_VARIABLES, str(resources.cpus_per_rank)), **WAITING, TOKENIZERS_PARALLELISM="false"
-    )
+    dtype = request.context.config.model.dtype
+    os.environ.update(process_variables(resources.cpus_per_rank, dtype, has_gpus=bool(resources.gpus_per_rank)))
     os.environ.update(backend.rank_environment(request))
     os.environ.update(device_variables(resources, os.environ.get("CUDA_VISIBLE_DEVICES")))
-    os.environ.update(arithmetic_variables(resources, request.context.config.model.dtype))
-    if resources.gpus_per_rank and (home := own_cuda_home()) is not None:
-        os.environ["CUDA_HOME"] = home
     for name, folder in cache_folders(cluster.cache_dir).items():
         os.environ.setdefault(name, folder)  # the site's or the user's choice has precedence
 
@@ -137,9 +133,14 @@ def device_variables(resources: Resources, visible: str | None) -> dict[str, str
     return {}
 
 
-def arithmetic_variables(resources: Resources, dtype: str) -> dict[str, str]:
-    """The variables that make GPUs compute matrix products in the requested type, `model.dtype`."""
-    return FULL_FLOAT32 if resources.gpus_per_rank and dtype == "float32" else {}
+def process_variables(cores: int | str, dtype: str, *, has_gpus: bool) -> dict[str, str]:
+    """The variables of a process that computes in `dtype`, which torch and OpenMP read only when loaded."""
+    own = {**dict.fromkeys(THREAD_VARIABLES, str(cores)), **WAITING, "TOKENIZERS_PARALLELISM": "false"}
+    if has_gpus and dtype == "float32":
+        own |= FULL_FLOAT32
+    if has_gpus and (home := own_cuda_home()) is not None:
+        own["CUDA_HOME"] = home
+    return own
 
 
 def cache_folders(place: str | None) -> dict[str, str]:

@@ -17,7 +17,7 @@ from specrl.artifacts import is_passing, write_json
 from specrl.checks.file_systems import lack_of_room
 from specrl.config.sbatch import MEMORY_OPTIONS
 from specrl.context import StageContext
-from specrl.lifetime.segments import read_segments
+from specrl.lifetime.segments import Reason, read_segments
 from specrl.processes import end_of, last_line
 
 MAX_CHARACTERS = 600  # characters of an error that its line repeats; the log has all
@@ -44,20 +44,16 @@ def write_error(folder: Path, rank: int, error: BaseException) -> None:
     write_json(_error_path(folder, rank), known)
 
 
-def clear_error(folder: Path, rank: int) -> None:
-    """Remove the error that the rank recorded in an earlier job."""
-    _error_path(folder, rank).unlink(missing_ok=True)
+def clear_errors(folder: Path, rank: int | str = "*") -> None:
+    """Remove the errors that all ranks, or one of them, recorded in earlier jobs with this folder."""
+    for path in folder.glob(f"error-{rank}.json"):
+        path.unlink(missing_ok=True)
 
 
 def is_of_connection(error: BaseException) -> bool:
     """Whether an error only says that another rank stopped answering, and so is a consequence of another failure."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return "DistError" in names or "gloo/transport" in str(error)  # torch is not imported here
-
-
-def is_of_port(error: BaseException) -> bool:
-    """Whether an error says that another process uses the port of this job's ranks."""
-    return any(words in str(error) for words in ("EADDRINUSE", "address already in use", "Address already in use"))
 
 
 def lacked_memory(log: Path) -> bool:
@@ -107,10 +103,11 @@ def explain(job: Job, context: StageContext, state: State) -> str:
     """
     failure = job.failure(context.config.resources_of(context.stage).ranks)
     log = job.log(failure.rank)
-    reached = _limit(context, state)
-    segments = read_segments(context.stage_dir)
-    if segments and segments[-1].job_id == job.job_id and segments[-1].gave_up is not None:
-        error = f"{segments[-1].gave_up}; {reached}" if reached else segments[-1].gave_up
+    segments = [segment for segment in read_segments(context.stage_dir) if segment.job_id == job.job_id]
+    gave_up, reason = (segments[-1].gave_up, segments[-1].reason) if segments else (None, None)
+    reached = _limit(context, state.reason if gave_up else state.reason or reason)
+    if gave_up is not None:
+        error = f"{gave_up}; {reached}" if reached else gave_up
     elif failure.exception and not (failure.follows and state.reason == "out of memory"):
         error = f"{failure.exception} (rank {failure.rank})"
     else:
@@ -131,12 +128,12 @@ def last_error(trace: str) -> str:
     return " ".join(line.strip() for line in (lines[begin:] or lines[-1:]))[:MAX_CHARACTERS]
 
 
-def _limit(context: StageContext, state: State) -> str:
+def _limit(context: StageContext, reason: Reason | None) -> str:
     resources = context.config.resources_of(context.stage)
-    if state.reason == "walltime":
+    if reason == "walltime":
         return f"it ran longer than resources.minutes = {resources.minutes}"
     cluster = context.config.cluster_of(context.stage)
-    if state.reason == "out of memory":
+    if reason == "out of memory":
         own = [f"cluster.sbatch.{name} = {value}" for name, value in cluster.sbatch.items() if name in MEMORY_OPTIONS]
         given = next(iter(own), f"resources.memory_gib_per_rank = {resources.memory_gib_per_rank:g}") + "; raise it"
         if not cluster.request_memory:
@@ -146,7 +143,7 @@ def _limit(context: StageContext, state: State) -> str:
             given = "this machine has no more; lower engine.kv_cache_gib, policy.tokens_per_micro_batch or the ranks"
         return f"killed, most likely out of memory: {given}"
     words = {"cancelled": "it was cancelled", "preempted": "it was preempted", "node lost": "a node was lost"}
-    return words.get(state.reason or "", "")
+    return words.get(reason or "", "")
 
 
 def _full_disk(run_dir: Path) -> str:

@@ -23,14 +23,15 @@ from filelock import FileLock, Timeout
 from slurm.backend import Failure, JobError, JobKey, JobPlace, Record, StageRequest, State
 from slurm.environment import LOOPBACK, inherited, log_path
 from slurm.failures import first_error
-from slurm.supervisor import ATTEMPT, KILLING, PREEMPTION_SIGNAL, WALLTIME_SIGNAL, warning_seconds
+from slurm.supervisor import AGAIN_CODE, ATTEMPT, KILLING, PREEMPTION_SIGNAL, WALLTIME_SIGNAL, warning_seconds
 from specrl.artifacts import write_json
 from specrl.config import Config, StageName
 from specrl.context import StageContext
 from specrl.lifetime.segments import Reason, Segment, begin_segment, end_segment, last_recorded_step, read_segments
 from specrl.processes import end_with_parent, interrupts_held, is_locked, last_line, port_of, start_ticks
 
-KILLED = (*(-number for number in KILLING), 128 + PREEMPTION_SIGNAL)  # exit codes of ranks ended by a signal
+KILLED = (*(-number for number in KILLING), 128 + PREEMPTION_SIGNAL, AGAIN_CODE)
+"""The exit codes of ranks that a signal ended, or that could not record why another job must follow."""
 JOB_ID, END_AT = "SPECRL_JOB_ID", "SPECRL_END_AT"  # the controller's process, and when (Unix time) it ends the ranks
 FAILURE_GRACE_SECONDS = 5  # for the other ranks to notice and log that one has failed
 INTERRUPT_SECONDS = 1  # for interrupted ranks to end before they are killed

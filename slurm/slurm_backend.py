@@ -136,7 +136,7 @@ class SlurmJob:
             return State("pending", f"{word}, {reason}", never=self._why_never(reason))
         if word in RUNNING:
             leaving = word == "COMPLETING"
-            return State("running", word, suspended=word == "SUSPENDED", is_leaving=leaving, in_time=not leaving)
+            return State("running", word, is_leaving=leaving, in_time=not leaving)
         if word not in SUCCEEDED | FAILED:
             raise SilentSchedulerError(f"{word} is no state of a job that specrl knows")
         if word == "FAILED" and lacked_memory(self.log(0)):

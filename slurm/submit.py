@@ -25,6 +25,7 @@ from slurm.backend import (
     stop_asked,
 )
 from slurm.environment import job_environment
+from slurm.failures import clear_errors
 from slurm.local import LocalBackend
 from slurm.slurm_backend import SlurmBackend
 from specrl.artifacts import is_passing, read_object
@@ -48,7 +49,8 @@ def attach_or_submit(context: StageContext, entry: str, code: Path, **variables:
 
     `StageRequest` describes the arguments; `variables` are environment variables for this job only.
     """
-    request, begun = StageRequest(context, entry, code), time.monotonic()
+    request = StageRequest(context, entry, code)
+    begun = answered = time.monotonic()
     while True:
         try:
             if (job := find(request.key)) is not None:
@@ -57,14 +59,18 @@ def attach_or_submit(context: StageContext, entry: str, code: Path, **variables:
                 return None
             context.stage_dir.mkdir(parents=True, exist_ok=True)
             request.key.folder.mkdir(parents=True, exist_ok=True)
+            clear_errors(request.key.folder)  # a job whose ranks never start would be explained by them
             context.save(request.key.context_path)
             environment = {**job_environment(code, context.config), **variables}
             return _named(request.key, backend_of(request.key.cluster).submit(request, environment))
+        except FullQueueError as error:
+            answered = time.monotonic()
+            _wait_after(error, request, answered - begun)
         except (SilentSchedulerError, OSError) as error:
             if isinstance(error, OSError) and not is_passing(error):
                 raise
             # The job may have been queued nevertheless: look for it first.
-            _wait_after(error, request, time.monotonic() - begun)
+            _wait_after(error, request, time.monotonic() - answered)
 
 
 def _named(key: JobKey, job: Job | None) -> Job | None:
@@ -76,7 +82,7 @@ def _named(key: JobKey, job: Job | None) -> Job | None:
 
 
 def _wait_after(error: Exception, request: StageRequest, seconds: float) -> None:
-    """Wait before a job that could not be submitted for `seconds` so far is looked for or submitted again."""
+    """Wait before a job that could not be submitted, because of such errors for `seconds`, is looked for again."""
     is_full = isinstance(error, FullQueueError)
     limit = 60 * request.key.cluster.queue_minutes if is_full else SILENCE_SECONDS
     if seconds > limit:

@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from slurm.backend import Backend, JobPlace, StageRequest, stop_asked
 from slurm.environment import log_path
-from slurm.failures import clear_error, has_cause, is_of_connection, is_of_port, lacked_memory, write_error
+from slurm.failures import clear_errors, has_cause, is_of_connection, lacked_memory, write_error
 from specrl import lifetime, logs
 from specrl.artifacts import is_passing
 from specrl.checks import Check
@@ -88,7 +88,7 @@ class Supervisor:
         """Call the stage's function and return the exit code of this rank."""
         lifetime.set_current(self.lifetime)
         wake_up = _listen()
-        clear_error(self.request.key.folder, self.rank)
+        clear_errors(self.request.key.folder, self.rank)
         try:
             if self.rank == 0:
                 self._begin()
@@ -107,33 +107,31 @@ class Supervisor:
         return 0
 
     def _raised(self, error: Exception) -> int:
-        # A lost connection says nothing about the stage: another rank raised an error or was killed, or its node is
-        # gone. In the latter cases, and if a file system fails, the first rank (or the second, if the first is lost)
-        # makes the stage continue.
-        folder = self.request.key.folder
-        write_error(folder, self.rank, error)
+        reason: Reason = "failed"
+        with contextlib.suppress(OSError):  # the file system that failed may be this one
+            write_error(self.request.key.folder, self.rank, error)
         if is_of_connection(error) or is_passing(error):
             time.sleep(CAUSE_SECONDS if self.rank == 0 else 3 * CAUSE_SECONDS)
-            if self.rank < 2 and not has_cause(folder, self.world_size):
-                if self._lacked_memory():
-                    self._end("out of memory")
-                    return 1
-                text = str(error) if is_passing(error) else "the connection to another rank was lost"
-                if is_of_port(error):
-                    text = f"port {os.environ['MASTER_PORT']} is taken; the next job has another one"
-                return self._leave(Stop("killed", text))
-        if self.rank == 0:
-            self._end("failed")
+            reason = self._reason() if self.rank < 2 else reason  # the second, because the first may be lost
+        if reason == "killed":
+            return self._leave(Stop(reason, str(error).partition("\n")[0]))
+        if self.rank == 0 or reason == "out of memory":
+            self._end(reason)
         return 1
 
-    def _lacked_memory(self) -> bool:
-        """Whether a rank was ended for want of memory before the stage got any further: another job would end so, too.
+    def _reason(self) -> Reason:
+        """Why the job ends where this rank lost others or a file system, which alone does not speak against the stage.
 
-        srun says so in the log while the others still wait."""
-        last = next(reversed(read_segments(self.stage_dir)), None)
-        if last is None or last.mark != progress_mark(self.stage_dir):
-            return False
-        return lacked_memory(log_path(self.request.key.folder, last.job_id, 0))
+        A rank that was ended for want of memory does if the stage got no further; srun says so while the others wait.
+        """
+        folder = self.request.key.folder
+        with contextlib.suppress(OSError):  # what cannot be read speaks against nothing
+            if has_cause(folder, self.world_size):
+                return "failed"
+            last, mark = next(reversed(read_segments(self.stage_dir)), None), progress_mark(self.stage_dir)
+            if last is not None and last.mark == mark and lacked_memory(log_path(folder, last.job_id, 0)):
+                return "out of memory"
+        return "killed"
 
     def _begin(self) -> None:
         place = self.backend.place(self.request)

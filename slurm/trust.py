@@ -35,7 +35,7 @@ def check_run(run_dir: Path) -> None:
     if status.st_uid != os.geteuid():
         raise DistrustError(
             f"{run_dir} belongs to user {status.st_uid} and not to user {os.geteuid()}, who runs this; jobs run code "
-            "from it: specrl ls, show, watch and samples look at it, nothing else does; a run of your own needs "
+            "from it: specrl ls, show, watch, logs and samples look at it, nothing else does; a run of your own needs "
             "another runs_dir or name"
         )
     _check_mode(run_dir, status, run_dir)

@@ -78,12 +78,11 @@ class _Watch:
         self.job, self.context, self.clock = job, context, clock
         self.cluster = context.config.cluster_of(context.stage)
         self.state = State("pending", "SUBMITTED")
-        # Suspended time is added to `since`, because the job's limits do not count it.
         self.since = self.answered_at = clock()
         self.asked_at = float("-inf")
         self.result_at: float | None = None
-        self.num_segments = self.num_asked = 0
-        self.was_over = False  # attached to in its last moments: its outcome is known, and another job follows
+        self.num_segments = 0
+        self.was_over: bool | None = None  # attached to in its last moments, so that another job follows
 
     def over(self) -> bool:
         """Check the job again; return whether the stage has finished or needs another job."""
@@ -153,11 +152,8 @@ class _Watch:
                     f"{self._name()}: {self.job.backend} has not answered for {SILENCE_SECONDS} s ({error})"
                 ) from error
             return
-        if self.num_asked == 0:
+        if self.was_over is None:
             self.was_over = self.job.attached and state.is_leaving and self._reason() not in (None, "finished", *AGAIN)
-        self.num_asked += 1
-        if self.state.suspended:
-            self.since += now - self.answered_at
         self.answered_at = now
         num_segments = len(self._segments())
         known = (self.state.phase, self.state.is_leaving, self.num_segments)

@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 _step: ContextVar[int | None] = ContextVar("step", default=None)
 
 
-def set_up(level: LogLevel, rank: int | None = None) -> None:
+def set_up(level: LogLevel) -> None:
     """Send this project's log to standard error, in the format above; a second call replaces the first."""
-    name = f"rank {os.environ.get('RANK', '0') if rank is None else rank}"
+    name = f"rank {os.environ.get('RANK', '0')}"
 
     def say_where(record: logging.LogRecord) -> bool:
         number = _step.get()

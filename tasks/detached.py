@@ -24,11 +24,9 @@ from specrl.config.sbatch import MEMORY_OPTIONS
 from specrl.context import StageContext
 from specrl.lifetime import LeftJobError, Stop
 from specrl.processes import end_with_parent
+from tasks.run import job_settings
 
-RESOURCES = {"nodes": 1, "ranks_per_node": 1, "gpus_per_rank": 0, "cpus_per_rank": 1, "memory_gib_per_rank": 4.0}
-"""The job's resources, unless `stage_resources.flow` says otherwise."""
 IN_JOB = "SPECRL_FLOW_IN_JOB"  # set in a flow that is a job
-LOOK_SECONDS = 0.5
 SIGNAL_SECONDS = 10  # after a flow's end, for news of a signal that ended it
 EXIT_STOPPED = 3  # the exit code of a flow ended by `specrl stop`
 
@@ -43,11 +41,9 @@ def submit_flow(config: Config, code: Path, entry: str = "tasks.detached:main") 
 
 
 def _job_config(config: Config) -> Config:
-    data = config.settings
-    asked = data["stage_resources"].get("flow", {})
     large = [name for name in config.cluster.sbatch if name in MEMORY_OPTIONS or name == "exclusive"]
-    own = RESOURCES | {"sbatch": dict.fromkeys(large, False)}
-    data["stage_resources"]["flow"] = own | {key: value for key, value in asked.items() if value not in (None, {})}
+    usual = {"nodes": 1, "ranks_per_node": 1, "gpus_per_rank": 0, "cpus_per_rank": 1, "memory_gib_per_rank": 4.0}
+    data = job_settings(config, "flow", {**usual, "sbatch": dict.fromkeys(large, False)})
     # A flow needs the scheduler's commands, but no special node.
     data["cluster"] |= {"container": None, "python": None, "constraint": None, "max_segments": None}
     return parse_config(data)
@@ -80,7 +76,7 @@ def run_flow(context: StageContext, command: Sequence[str]) -> None:
         ended_at = ended_at if code is None else min(ended_at, time.monotonic())
         if time.monotonic() > ended_at + SIGNAL_SECONDS:
             raise JobError(f"the flow of run {context.config.name} ended with exit code {code}")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(0.5)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from slurm.backend import STOP_FILE, Job, JobKey, SilentSchedulerError, StoppedError, stop_asked
+from slurm.backend import STOP_FILE, Job, JobError, JobKey, SilentSchedulerError, StoppedError, stop_asked
 from slurm.environment import snapshot_code
 from slurm.submit import attach_or_submit, find, live_jobs
 from slurm.trust import check_code
@@ -96,6 +97,14 @@ def run_stage(run: Run, stage: StageName, *, entry: str | None = None) -> Path:
     return folder
 
 
+def job_settings(config: Config, job: StageName, usual: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings in which a job that is no stage has what is usual where `[stage_resources.JOB]` says nothing."""
+    settings = config.settings
+    asked = {key: value for key, value in settings["stage_resources"].get(job, {}).items() if value is not None}
+    settings["stage_resources"][job] = {**usual, **asked, "sbatch": {**usual["sbatch"], **asked.get("sbatch", {})}}
+    return settings
+
+
 _submitting = threading.Lock()  # while a job is looked for or submitted: cancelling all of a run's jobs waits for it
 
 
@@ -128,10 +137,14 @@ def _cancel(job: Job, stage_dir: Path, config: Config) -> str:
 
 
 def ask_to_stop(run_dir: Path) -> list[str]:
-    """Ask a run to stop and cancel its queued jobs; return a line for each job still leaving or not cancelled."""
+    """Ask a run to stop and cancel its queued jobs; return a line for each job still leaving or out of reach."""
     write_text(run_dir / STOP_FILE, "")
+    try:
+        jobs = live_jobs(readable_config(run_dir))
+    except JobError as error:  # such as a local job on another host, whose ranks see the request
+        return [str(error)]
     lines = []
-    for job in live_jobs(readable_config(run_dir)).values():
+    for job in jobs.values():
         try:
             if job.state().phase == "pending":
                 job.cancel()
@@ -142,20 +155,11 @@ def ask_to_stop(run_dir: Path) -> list[str]:
     return lines
 
 
-def forget_stop(run_dir: Path) -> None:
-    """Withdraw the request to stop, because the run is started again."""
-    (run_dir / STOP_FILE).unlink(missing_ok=True)
-
-
-def end_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
-    """Cancel all jobs of a run, `say` the outcome of each, and keep this process's threads from submitting others."""
-    write_text(run_dir / STOP_FILE, "")
-    with _submitting:  # includes a job that another thread is just submitting
-        cancel_jobs(run_dir, say)
-
-
-def cancel_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
-    """Cancel all jobs of a run, as far as their schedulers can be reached, and `say` the outcome of each."""
+def end_jobs(run_dir: Path, say: Callable[[str], None] = print, *, stop: bool = True) -> None:
+    """Cancel all jobs of a run that can be reached, `say` each outcome, and `stop` flows from submitting others."""
+    if stop:
+        write_text(run_dir / STOP_FILE, "")
     config = readable_config(run_dir)
-    for key, job in live_jobs(config).items():
-        say(_cancel(job, run_dir / "stages" / key, config))
+    with _submitting:  # includes a job that another thread is just submitting
+        for key, job in live_jobs(config).items():
+            say(_cancel(job, run_dir / "stages" / key, config))

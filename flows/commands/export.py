@@ -14,7 +14,7 @@ from flows.commands.options import Port, RunName, RunsDir, option, usable_port, 
 from flows.folder import find_own_run
 from flows.origin import find_origin
 from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_text
-from specrl.config import ConfigError
+from specrl.config import Config, ConfigError
 from specrl.export.card import serve_arguments
 from specrl.processes import LOOPBACK
 from specrl.report.results import read_config, result_of
@@ -90,16 +90,12 @@ def _export_drafter(name: str, form: str, to: Path, policy: str | None, runs_dir
     from specrl.export.formats import find_format
 
     chosen = find_format(form)
-    exported = result_of(run_dir, "export", ExportResult)
+    config, exported, drafter_dir = _exported(run_dir)
     trained, validated = result_of(run_dir, "train", TrainResult), result_of(run_dir, "validate", ValidateResult)
-    config, served = read_config(run_dir), policy or str(exported.policy_dir)
-    if exported.drafter_dir is None:
-        raise ConfigError(f'run {run_dir.name} has no drafter: its speculation.method is "{config.speculation.method}"')
-    if exported.drafter_dir == exported.policy_dir:
-        raise ConfigError(
-            f"run {run_dir.name} drafts with a layer of its policy, in whose folder it is: {exported.policy_dir}"
-        )
-    drafter = ExportedDrafter(exported.drafter_dir, exported.policy_dir, served, config.speculation.k)
+    if drafter_dir == exported.policy_dir:
+        raise ConfigError(f"run {run_dir.name} drafts with a layer of its policy, in whose folder it is: {drafter_dir}")
+    served = policy or str(exported.policy_dir)
+    drafter = ExportedDrafter(drafter_dir, exported.policy_dir, served, config.speculation.k)
     try:
         chosen.write(drafter, to)
     except ValueError as error:
@@ -115,27 +111,25 @@ def serve_model(name: RunName, runs_dir: RunsDir = Path("runs"), port: Port = No
     It prints the command vllm serve and then becomes it: vLLM's server, only on the loopback interface, until Ctrl-C.
     If VLLM_API_KEY is set, clients must send that key.
     """
-    run_dir = find_own_run(name, runs_dir)
-    config, exported = read_config(run_dir), _exported(run_dir)
-    assert exported.drafter_dir is not None
-    command = serve_arguments(exported.policy_dir, exported.drafter_dir, config.speculation.k, config)
+    config, exported, drafter_dir = _exported(find_own_run(name, runs_dir))
+    command = serve_arguments(exported.policy_dir, drafter_dir, config.speculation.k, config)
     command += ["--host", LOOPBACK, "--port", str(usable_port(port))]
     print(shlex.join(command), flush=True)
     server = [sys.executable, "-m", "specrl.serving.process", "--model", *command[2:]]
     os.execve(server[0], server, {**OF_SERVER, **os.environ, **OF_PROCESSES})
 
 
-def _exported(run_dir: Path) -> ExportResult:
-    exported = result_of(run_dir, "export", ExportResult)
+def _exported(run_dir: Path) -> tuple[Config, ExportResult, Path]:
+    """What a run has exported, and the drafter's folder; a ConfigError if it has no drafter, or a folder is gone."""
+    exported, config = result_of(run_dir, "export", ExportResult), read_config(run_dir)
     if exported.drafter_dir is None:
-        method = read_config(run_dir).speculation.method
         raise ConfigError(
-            f'run {run_dir.name} has no drafter to serve: its speculation.method is "{method}"; its policy alone is '
-            f"served by: vllm serve {exported.policy_dir}"
+            f'run {run_dir.name} has no drafter to serve: its speculation.method is "{config.speculation.method}"; '
+            f"its policy alone is served by: vllm serve {exported.policy_dir}"
         )
     for folder in (exported.policy_dir, exported.drafter_dir):
         if not folder.is_dir():
             raise ConfigError(
                 f"run {run_dir.name}: what it exported to {folder} is gone; specrl resume exports it again"
             )
-    return exported
+    return config, exported, exported.drafter_dir

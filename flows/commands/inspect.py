@@ -24,7 +24,7 @@ from specrl.artifacts import RESULT_FILE
 from specrl.config import STAGES, Config, ConfigError
 from specrl.lineage.record import CODE_DIR
 from specrl.processes import LOOPBACK
-from specrl.report.results import CONFIG_FILE, is_run, readable_config, readable_settings
+from specrl.report.results import CONFIG_FILE, find_stages, is_run, readable_config, readable_settings
 from specrl.report.tables import print_line, print_table, printable
 
 Count = Annotated[int, option("How many of them to show.", least=0)]
@@ -50,12 +50,12 @@ def ls(as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
 
 def _about(run_dir: Path) -> dict[str, Any]:
     try:
-        state = _state(run_dir)
+        stages = [folder for folder in find_stages(run_dir).values() if (folder / RESULT_FILE).exists()]
+        state = _state(run_dir, len(stages))
     except PermissionError:  # somebody else's run
-        state = "?"
+        stages, state = [], "?"
     model = readable_settings(run_dir).get("model") if is_run(run_dir) else None
     codes = [path.stat().st_mtime for path in (run_dir / CODE_DIR).glob("*")]  # the first is copied at the start
-    stages = {path.parent.name.partition("-")[0] for path in (run_dir / "stages").glob(f"*/{RESULT_FILE}")}
     return {
         "run": run_dir.name,
         "state": state,
@@ -66,10 +66,10 @@ def _about(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _state(run_dir: Path) -> str:
+def _state(run_dir: Path, num_finished: int) -> str:
     if not is_run(run_dir):
         return "unreadable"
-    if (run_dir / "summary.json").exists() and not is_worked_on(run_dir):
+    if num_finished == len(STAGES) and not is_worked_on(run_dir):
         return "finished"
     return Watcher(run_dir, readable_config(run_dir)).look().state
 
@@ -122,8 +122,9 @@ def _newest_log(run_dir: Path, stage: str, rank: int) -> Path | None:
 
 
 def _start_of_lines(log: Path, count: int) -> int:
-    parts = log.read_bytes().removesuffix(b"\n").rsplit(b"\n", count)
-    return len(parts[0]) + 1 if len(parts) > count else 0
+    text = log.read_bytes()
+    parts = text.removesuffix(b"\n").rsplit(b"\n", count)
+    return min(len(parts[0]) + 1, len(text)) if len(parts) > count else 0
 
 
 def _print_from(log: Path, position: int) -> int:

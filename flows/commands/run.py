@@ -152,7 +152,7 @@ def stop(
         print(f"{run_dir.name} is asked to stop; continue it with: specrl resume {run_dir.name}")
         if not wait:
             return
-        *_, view = watcher.views()
+        view = next(view for view in watcher.views() if view.is_over)
     print(view.end)
 
 
@@ -199,10 +199,12 @@ def rm(
         raise ConfigError(f"{run_dir} is a link to {run_dir.readlink()}; remove the run there, and then the link")
     config = readable_config(run_dir)
     with only_flow(run_dir, config.cluster):
-        for job in live_jobs(config).values():
-            raise ConfigError(
-                f"{job.backend} job {job.job_id} works on run {config.name}; end it first: specrl stop {config.name}"
-            )
+        for folder in (run_dir, run_dir / "bench" / "cells"):  # benchmarks have jobs of their own
+            for job in live_jobs(readable_config(folder)).values():
+                what = config.name if folder == run_dir else str(folder)
+                raise ConfigError(
+                    f"{job.backend} job {job.job_id} works on run {what}; end it first: specrl stop {what}"
+                )
         # The lock is held until the rest is gone; the record comes last, so that a killed removal can be repeated.
         paths = sorted(run_dir.iterdir(), key=lambda path: (path.name == CONFIG_FILE, path.name))
         sizes = {path: size_of(path) for path in paths if path.name != LOCK_FILE}

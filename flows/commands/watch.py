@@ -22,7 +22,7 @@ from slurm.backend import FLOW_KEY, JobError, JobKey, Record, SilentSchedulerErr
 from slurm.slurm_backend import SlurmJob
 from slurm.submit import find_now
 from specrl.artifacts import RESULT_FILE, read_object
-from specrl.config import STAGES, Config, StageName
+from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.events import Event, read_events
 from specrl.lifetime.segments import read_segments
 from specrl.lineage.record import readable_keys
@@ -166,7 +166,7 @@ def _ask(key: JobKey, *, is_trusted: bool) -> tuple[str, bool]:
         if isinstance(job, Record):
             return f"{job.backend} job {job.job_id}", False
         state = job.state()
-    except (JobError, SilentSchedulerError) as error:  # such as a local job on another host
+    except (JobError, SilentSchedulerError, ConfigError) as error:  # a local job on another host, or an unknown class
         return f"{UNKNOWN}: {error}", is_trusted
     where = f"{job.backend} job {job.job_id}"
     if state.phase == "pending":

@@ -118,7 +118,7 @@ def test_a_copy_of_a_run_sends_everything_to_a_run_of_its_own(runs_dir: Path) ->
         tracker.log_metrics({"reward/mean": 0.25}, step=0)
     original = only_child(config, parent).info.run_id
     shutil.copytree(config.run_dir, copy.run_dir)
-    with only_flow(copy.run_dir):
+    with only_flow(copy.run_dir, copy.cluster):
         own = start_parent_run(copy)
         with stage_run(stage_of(copy, own), FIRST) as tracker:
             tracker.log_metrics({"reward/mean": 0.5}, step=1)

@@ -13,13 +13,12 @@ import pytest
 
 from flows.cli import invoke
 from flows.folder import write_config
-from slurm.backend import JobError, StoppedError
+from slurm.backend import JobError, StoppedError, forget_stop
 from slurm.watch import wait
 from specrl.config import Config
 from specrl.context import StageContext
 from specrl.events import read_events
 from specrl.lifetime.segments import read_segments
-from tasks.run import forget_stop
 from tests.slurm.test_local_jobs import nothing, ranks_of, submit
 
 MakeRun = Callable[..., Config]

@@ -30,7 +30,7 @@ def umask() -> Any:
 @pytest.mark.parametrize(("access", "mode"), [("owner", 0o700), ("group", 0o750)])
 def test_a_new_run_is_readable_to_those_whom_the_configuration_names(tmp_path: Path, access: Any, mode: int) -> None:
     restrict(ClusterConfig(access=access))
-    with only_flow(tmp_path / "runs" / "run"):
+    with only_flow(tmp_path / "runs" / "run", ClusterConfig()):
         assert (tmp_path / "runs" / "run").stat().st_mode & 0o777 == mode
     assert UMASKS[access] & 0o022 == 0o022
 
@@ -42,7 +42,7 @@ def test_a_run_is_seen_to_be_worked_on_by_those_who_may_only_read_it(
     run_dir.mkdir(mode=0o755)
     monkeypatch.chdir(run_dir)  # the folders above it are closed to others
     lock = Path(LOCK_FILE)
-    with only_flow(run_dir):
+    with only_flow(run_dir, ClusterConfig()):
         lock.chmod(0o444)
         assert as_reader(lambda: is_locked(lock))
     assert not as_reader(lambda: is_locked(lock))
@@ -73,7 +73,7 @@ def test_a_run_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) ->
     tmp_path.chmod(mode)
     with pytest.raises(ConfigError, match=f"others can write to .*mode {mode:o}.*chmod -R go-w"):
         check_access(tmp_path, ClusterConfig())
-    with pytest.raises(ConfigError, match="others can write"), only_flow(tmp_path):
+    with pytest.raises(ConfigError, match="others can write"), only_flow(tmp_path, ClusterConfig()):
         pass
 
 

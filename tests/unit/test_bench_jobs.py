@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flows.benchmark import CellJob, cell_key, job_config, join_rows, make_cell, run_here
+from flows.benchmark import CellJob, cell_key, job_config, join_rows, make_cell, measure_cells, run_here
 from slurm.environment import CACHES
 from specrl.artifacts import write_json
 from specrl.bench.job import BenchJob
-from specrl.config import Config, Resources
+from specrl.config import ClusterConfig, Config, ConfigError, Resources
 from specrl.tracking.runs import row_metrics
 
 CONFIG = Config(name="r", resources={"memory_gib_per_rank": 2.0, "minutes": 7}, cluster={"partition": "cpu"})
@@ -73,6 +74,12 @@ def test_a_job_is_one_task_with_room_for_all_processes_of_the_benchmark(tmp_path
     assert config.cluster_of("bench").partition == "short" and config.run_dir == folder
     on_gpus = job_config(CONFIG, [Resources(ranks_per_node=2, gpus_per_rank=1)], folder, [])
     assert on_gpus.cluster_of("bench").sbatch == {"gpus-per-node": 2}
+    asking = ["stage_resources.bench.sbatch={exclusive=true}"]
+    whole = job_config(CONFIG, [Resources(ranks_per_node=2, gpus_per_rank=1)], folder, asking)
+    assert whole.cluster_of("bench").sbatch == {"gpus-per-node": 2, "exclusive": True}
+    asking = ['stage_resources.bench.sbatch={gres="gpu:h100:2"}']
+    named = job_config(CONFIG, [Resources(ranks_per_node=2, gpus_per_rank=1)], folder, asking)
+    assert named.cluster_of("bench").sbatch == {"gres": "gpu:h100:2"}
     longer = job_config(CONFIG, TRAININGS, folder, ["resources.minutes=99", "resources.memory_gib_per_rank=3.0"])
     assert (longer.resources_of("bench").minutes, longer.resources_of("bench").memory_gib_per_rank) == (99, 18.0)
 
@@ -97,17 +104,46 @@ def test_rows_of_all_finished_cells_are_joined_and_that_of_a_baseline_comes_once
     assert row_metrics({"k": "3", "a: b": 2, "same": True}) == {"bench/a_ b": 2.0, "bench/same": 1.0}
 
 
+def variables_of(job: BenchJob, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment of a benchmark's process on this machine."""
+    program = job.folder / "python"
+    program.write_text(f"#!/bin/sh\nenv > {job.folder}/variables\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    run_here(job, "job")
+    return dict(line.split("=", 1) for line in (job.folder / "variables").read_text().splitlines() if "=" in line)
+
+
 def test_a_benchmark_on_this_machine_has_folders_for_compiled_kernels_as_a_job_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine in FP8 asks for that of DeepGEMM. The user's choice stands."""
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\nenv > {tmp_path}/variables\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
     monkeypatch.delenv("DG_JIT_CACHE_DIR", raising=False)
-    run_here(replace(JOB, folder=tmp_path), "job")
-    found = dict(line.split("=", 1) for line in (tmp_path / "variables").read_text().splitlines() if "=" in line)
+    found = variables_of(replace(JOB, folder=tmp_path), monkeypatch)
     assert found.keys() >= CACHES.keys() and found["TRITON_CACHE_DIR"] == "/mine"
     assert Path(found["DG_JIT_CACHE_DIR"]).name == "deep_gemm"
+
+
+def test_jobs_of_a_benchmark_trust_whom_the_run_trusts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hold(_: Path, cluster: ClusterConfig) -> None:
+        raise ConfigError(f"held with {cluster.trusted_groups}")
+
+    monkeypatch.setattr("flows.benchmark.only_flow", hold)
+    trusting = CONFIG.updated(cluster={"trusted_groups": ("team",)})
+    made = make_cell("one", JOB, tmp_path / "cells", trusting, TRAININGS, ())
+    with pytest.raises(ConfigError, match=r"held with \('team',\)"):
+        measure_cells([made], trusting, 1)
+
+
+def test_a_benchmark_on_this_machine_has_the_secrets_and_the_precision_of_the_runs_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = tmp_path / "secrets"
+    secrets.touch(mode=0o600)
+    secrets.write_text("JUDGE_KEY=sesame\n")
+    more = {"resources": {"gpus_per_rank": 1}, "cluster": {"environment_file": secrets}}
+    config = CONFIG.updated(model={"dtype": "float32"}, **more)
+    monkeypatch.setattr(BenchJob, "subject", SimpleNamespace(config=config))
+    found = variables_of(replace(JOB, folder=tmp_path, run_dir=tmp_path), monkeypatch)
+    assert found["JUDGE_KEY"] == "sesame" and found["NVIDIA_TF32_OVERRIDE"] == "0"

@@ -366,7 +366,7 @@ def test_a_run_whose_configuration_is_broken_and_that_has_no_record_is_listed(
 
 def test_two_flows_do_not_work_on_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = a_run(tmp_path)
-    with only_flow(config.run_dir):
+    with only_flow(config.run_dir, config.cluster):
         line = complaint(capsys, "run", write(tmp_path))
         assert "run run is already being worked on by process" in line
         assert invoke(["ls"]) == 0

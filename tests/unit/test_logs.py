@@ -20,7 +20,7 @@ with logs.step(12), logs.phase("generation"):
 """
 RAISES = """
 from specrl import logs
-logs.set_up("{level}", rank=1)
+logs.set_up("{level}")
 with logs.phase("export of the drafter"):
     raise FloatingPointError("no number")
 """
@@ -52,7 +52,7 @@ def test_a_rank_killed_in_a_phase_leaves_the_name_of_the_phase_in_its_log() -> N
 
 
 def test_a_phase_that_raises_says_so_even_where_only_errors_are_logged() -> None:
-    code, lines = run(RAISES.format(level="error"))
+    code, lines = run(RAISES.format(level="error"), RANK="1")
     assert code == 1
     assert re.search(r"ERROR   rank 1  export of the drafter failed after \d+\.\d s: FloatingPointError$", lines[0])
     assert lines[1].startswith("Traceback")

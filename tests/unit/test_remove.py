@@ -65,7 +65,7 @@ def test_a_run_that_is_worked_on_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, record = make_run(tmp_path)
-    with only_flow(config.run_dir):
+    with only_flow(config.run_dir, config.cluster):
         assert rm(config, "--yes") == 2
     assert "already being worked on by process" in capsys.readouterr().err
     monkeypatch.setenv("DUMMY_PREPARE", "hold")
@@ -80,6 +80,24 @@ def test_a_run_that_is_worked_on_stays(
     finally:
         job.cancel()
     assert not live_jobs(config)
+    assert rm(config, "--yes") == 0
+
+
+def test_a_run_stays_while_a_job_measures_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, record = make_run(tmp_path)
+    cells = config.model_copy(update={"name": "cells", "runs_dir": config.run_dir / "bench"})
+    write_config(cells)
+    monkeypatch.setenv("DUMMY_BENCH", "hold")
+    context = StageContext(cells, "bench", "bench-0", cells.run_dir / "stages" / "bench-0", {}, "")
+    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", record.code_dir(config.run_dir))
+    assert job is not None
+    try:
+        assert rm(config, "--yes") == 2
+        assert f"works on run {cells.run_dir}; end it first: specrl stop {cells.run_dir}" in capsys.readouterr().err
+    finally:
+        job.cancel()
     assert rm(config, "--yes") == 0
 
 

@@ -17,13 +17,21 @@ from flows.cli import invoke
 from flows.preflight import check_cluster, check_sbatch
 from slurm.backend import JobKey, StageRequest, State
 from slurm.commands import describe, parameters, python_command, sbatch_options
-from slurm.environment import CACHES, arithmetic_variables, cache_folders, device_variables, job_environment
+from slurm.environment import (
+    CACHES,
+    FULL_FLOAT32,
+    cache_folders,
+    device_variables,
+    job_environment,
+    process_variables,
+)
 from slurm.failures import explain
 from slurm.local import visible_devices
 from slurm.slurm_backend import ONE_HOST, SlurmJob, interface_towards
 from slurm.submit import backend_of, backends_of
 from specrl.config import STAGES, Config, ConfigError, Resources, StageName, parse_config
 from specrl.context import StageContext
+from tasks.detached import _job_config
 
 GPUS = {"gpus_per_rank": 1, "ranks_per_node": 4}
 
@@ -252,9 +260,9 @@ def test_the_dry_run_prints_the_options_of_each_stage(tmp_path: Path, capsys: py
 
 
 def test_products_in_float32_on_a_gpu_are_no_tf32() -> None:
-    assert arithmetic_variables(Resources(gpus_per_rank=1), "float32")["NVIDIA_TF32_OVERRIDE"] == "0"
-    assert arithmetic_variables(Resources(gpus_per_rank=1), "bfloat16") == {}
-    assert arithmetic_variables(Resources(), "float32") == {}
+    assert process_variables(1, "float32", has_gpus=True)["NVIDIA_TF32_OVERRIDE"] == "0"
+    for dtype, has_gpus in (("bfloat16", True), ("float32", False)):
+        assert FULL_FLOAT32.keys().isdisjoint(process_variables(1, dtype, has_gpus=has_gpus))
 
 
 def test_a_rank_that_sees_one_gpu_takes_it_as_number_0() -> None:
@@ -350,3 +358,11 @@ def test_a_local_job_without_gpus_hands_on_the_devices_that_its_user_chose(
         config = configured(tmp_path, resources={"gpus_per_rank": gpus})
         chosen[gpus] = visible_devices(StageRequest(StageContext(config, "train", "train-0", tmp_path, {}, ""), "a:b"))
     assert chosen == {0: "2,3", 1: "2"}
+
+
+def test_the_job_of_a_flow_takes_no_whole_node_whatever_options_it_has_of_its_own(tmp_path: Path) -> None:
+    options = {"exclusive": True, "mem-per-cpu": "30G", "reservation": "spring"}
+    own = {"flow": {"sbatch": {"comment": "waits"}}}
+    config = _job_config(configured(tmp_path, cluster={"sbatch": options}, stage_resources=own))
+    assert config.cluster_of("flow").sbatch == {"reservation": "spring", "comment": "waits"}
+    assert config.resources_of("flow").memory_gib_per_rank == 4

@@ -59,6 +59,12 @@ def test_progress_of_training_is_a_checkpoint_and_no_rollout(tmp_path: Path) -> 
     assert job(train, "walltime", progress="checkpoints/step=2")
 
 
+def test_the_load_that_other_nodes_leave_for_the_first_rank_is_no_progress(tmp_path: Path) -> None:
+    (tmp_path / "load").mkdir()
+    assert job(tmp_path, "hang")
+    assert not job(tmp_path, "hang", progress="load/1.json")
+
+
 def test_what_the_cluster_takes_away_counts_a_tenth(tmp_path: Path) -> None:
     assert all(job(tmp_path, "preempted") for _ in range(19))
     assert not job(tmp_path, "preempted")

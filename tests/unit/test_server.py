@@ -17,7 +17,7 @@ from flows import server
 from flows.preflight import DRY_CHECKS, check_prefect
 from flows.server import PrefectServer, ServerError
 from specrl.config import Config
-from specrl.processes import free_port
+from specrl.processes import free_port, reach_loopback
 
 
 def waited_for(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -52,6 +52,15 @@ def test_a_server_that_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytes
     assert "did not start: it ended with exit code 7 (OperationalError: no such database); see " in said
 
 
+def test_threads_of_prefect_that_lose_their_server_say_nothing_beside_the_commands_own_line() -> None:
+    program = "import logging; from flows.server import quieten; quieten(); from prefect.logging import configuration; "
+    program += "configuration.setup_logging(); "
+    program += "print(logging.getLogger('prefect._internal.concurrency').isEnabledFor(logging.ERROR))"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_a_server_of_the_user_that_refuses_requests_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,13 +73,24 @@ def test_a_server_of_the_user_that_refuses_requests_is_one_line(
     assert "\n" not in str(raised.value)
 
 
+def test_a_server_of_the_user_that_does_not_answer_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}/api"
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    words = rf"no Prefect server answers at {url} \(.*\); PREFECT_API_URL is the address of"
+    with pytest.raises(ServerError, match=words), PrefectServer(tmp_path) as found:
+        found.wait()
+
+
 def test_the_own_server_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    reach_loopback()  # as a `PrefectServer` does
     with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as healthy:
         threading.Thread(target=healthy.handle_request).start()
-        assert server._answers(f"http://127.0.0.1:{healthy.server_port}/api/health")
+        assert server.silence_of(f"http://127.0.0.1:{healthy.server_port}/api") is None
 
 
 def test_a_dry_run_asks_the_users_own_server_and_takes_any_answer(monkeypatch: pytest.MonkeyPatch) -> None:

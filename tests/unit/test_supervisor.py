@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from slurm.backend import JobPlace, StageRequest
 from slurm.failures import first_error
-from slurm.local import END_AT, JOB_ID, LocalBackend
+from slurm.local import END_AT, JOB_ID, Controller, LocalBackend
 from slurm.supervisor import AGAIN_CODE, ATTEMPT, Supervisor
 from specrl.config import parse_config
 from specrl.context import StageContext
@@ -151,3 +152,30 @@ def test_a_rank_that_memory_ran_out_for_ends_the_stage_where_it_got_no_further(j
             (job.stage_dir / made).touch()
         assert first._raised(lost) == code
     assert [reason for _, _, reason in job.ended()] == ["killed", "killed", "out of memory"]
+
+
+def test_a_file_system_that_neither_takes_nor_gives_what_ranks_raise_has_the_stage_go_on(job: Job) -> None:
+    error = OSError(errno.EROFS, "Read-only file system", "/scratch/model.safetensors")
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    job.patch.setattr("slurm.supervisor.CAUSE_SECONDS", 0)
+    for function in ("write_error", "has_cause"):
+        job.patch.setattr(f"slurm.supervisor.{function}", refuse)
+    first = job.rank(0, "7")
+    first._begin()
+    job.patch.setattr("slurm.supervisor.end_segment", refuse)
+    assert first._raised(error) == AGAIN_CODE
+
+
+def test_a_local_job_that_could_not_record_why_it_ends_is_started_again_all_the_same(job: Job) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        controller = Controller(job.request)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    begin_segment(job.stage_dir, "7", "host")
+    controller.exit_codes = [AGAIN_CODE, 1]
+    assert controller._goes_on(0)
+    assert job.ended() == [("7", 0, "killed")]

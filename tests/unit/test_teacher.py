@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from flows import preflight
-from flows.preflight import check_teacher_model
+from flows.preflight import check_other_models
 from specrl.algorithms.advantages import group_advantages
 from specrl.algorithms.objective import policy_loss
 from specrl.config import Config, ConfigError, TrainConfig, load_config, parse_config
@@ -188,7 +188,7 @@ def test_a_teacher_must_be_there_fit_the_ranks_and_have_the_policys_tokens(tmp_p
         sections = {"model": {"source": str(tmp_path / "policy"), "max_length": 256}, "policy": policy}
         sections |= {"resources": {"ranks_per_node": 2}, "train": {"teacher": str(directory)}}
         config = parse_config({"name": "run", **sections})
-        lines = check_teacher_model(config)
+        lines = check_other_models(config)
         assert all(line.startswith("train.teacher") for line in lines)
         return lines
 

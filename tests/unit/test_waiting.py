@@ -16,7 +16,7 @@ from typing import ClassVar
 import pytest
 from rich.console import Console
 
-from flows import execute
+from flows import execute, server
 from flows.cli import invoke
 from flows.folder import write_config
 from slurm import watch
@@ -25,6 +25,7 @@ from slurm.backend import (
     Failure,
     JobError,
     JobKey,
+    Record,
     SilentSchedulerError,
     StageRequest,
     State,
@@ -33,6 +34,7 @@ from slurm.backend import (
     stop_asked,
 )
 from slurm.failures import explain
+from slurm.local import LocalJob
 from slurm.slurm_backend import SlurmJob
 from slurm.watch import wait
 from specrl.artifacts import RESULT_FILE, write_json
@@ -41,24 +43,24 @@ from specrl.context import StageContext
 from specrl.events import record_event
 from specrl.lifetime.segments import begin_segment, end_segment, read_segments
 from tasks.display import Reporter, make_reporter
-from tasks.run import Run, begin, cancel_jobs, end_jobs, run_stage, work
+from tasks.run import Run, begin, end_jobs, run_stage, work
 
 MINUTE = 60.0
 
 
 class LongJob:
-    """A job that runs without end, and is suspended for a part of that time."""
+    """A job that runs without end."""
 
     backend, job_id, attached, ask_seconds = "slurm", "12", False, 5.0
 
-    def __init__(self, suspended: range) -> None:
-        self.now, self.suspended, self.cancelled = 0.0, suspended, False
+    def __init__(self) -> None:
+        self.now, self.cancelled = 0.0, False
 
     def clock(self) -> float:
         return self.now
 
     def state(self) -> State:
-        return State("running", "", suspended=int(self.now / MINUTE) in self.suspended)
+        return State("running", "")
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -85,16 +87,13 @@ def context(config: Config) -> StageContext:
     return StageContext(config, "prepare", "prepare-0", stage_dir, {}, "")
 
 
-@pytest.mark.parametrize(("suspended", "minutes"), [(range(0), 16), (range(3, 603), 616)])
-def test_time_in_which_a_job_is_suspended_is_no_running_time(
-    config: Config, suspended: range, minutes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_runs_far_beyond_its_time_is_cancelled(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "POLL_SECONDS", 0)
-    job = LongJob(suspended)
+    job = LongJob()
     with pytest.raises(JobError, match=r"ran far beyond resources.minutes = 5, and was cancelled"):
         wait(job, context(config), job.pass_time, job.clock)
     assert job.cancelled
-    assert job.now / MINUTE == pytest.approx(minutes, abs=1)
+    assert job.now / MINUTE == pytest.approx(16, abs=1)
 
 
 class ExtendedJob(LongJob):
@@ -109,7 +108,7 @@ class ExtendedJob(LongJob):
 
 def test_a_job_that_was_given_more_time_is_left_alone(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "POLL_SECONDS", 0)
-    job = ExtendedJob(range(0))
+    job = ExtendedJob()
     assert not wait(job, context(config), job.pass_time, job.clock)  # another job follows
     assert job.now / MINUTE == pytest.approx(67, abs=1)
     assert not job.cancelled
@@ -126,7 +125,7 @@ def test_a_job_that_does_not_get_done_with_ending_is_cancelled_as_such(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "POLL_SECONDS", 0)
-    job = LeavingJob(range(0))
+    job = LeavingJob()
     with pytest.raises(JobError, match="has been ending for more than 60 minutes, and was cancelled"):
         wait(job, context(config), job.pass_time, job.clock)
     assert job.now / MINUTE == pytest.approx(65, abs=1)
@@ -136,7 +135,7 @@ class Waiting(LongJob):
     """A job that Slurm never starts, as squeue of Slurm itself says it; `programs` has one in its place."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(range(0))
+        super().__init__()
         self.slurm = SlurmJob(self.job_id, folder, attached=False)
 
     def state(self) -> State:
@@ -212,7 +211,7 @@ def test_a_job_that_was_found_leaving_is_waited_for_and_not_reported_once_more(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "POLL_SECONDS", 0)
-    stage, job = context(config), Leaving(range(0))
+    stage, job = context(config), Leaving()
     segment = begin_segment(stage.stage_dir, job.job_id, "host")
     assert not end_segment(stage.stage_dir, segment.number, "failed", None, config.cluster)
     assert not wait(job, stage, job.pass_time, job.clock)  # another job follows
@@ -224,7 +223,7 @@ def test_a_file_system_that_fails_for_a_while_ends_no_run_and_for_long_is_one_li
     number: int, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "POLL_SECONDS", 0)
-    stage, job = context(config), LongJob(range(0))
+    stage, job = context(config), LongJob()
     away = range(2, 8)
     scandir = os.scandir
 
@@ -254,7 +253,7 @@ def test_a_terminal_that_has_gone_or_a_full_disk_behind_it_ends_no_run(
         def flush(self) -> None:
             self.write("")
 
-    job = LongJob(range(0))
+    job = LongJob()
     monkeypatch.setattr(sys, "stderr", Gone())
     with make_reporter() as reporter:
         reporter.submitted("train", job)
@@ -263,6 +262,7 @@ def test_a_terminal_that_has_gone_or_a_full_disk_behind_it_ends_no_run(
     assert invoke(["show", "nobody"]) == 2
     write_config(config)
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    monkeypatch.setattr(server, "silence_of", lambda url: None)
     for name in ("check", "_open", "start_parent_run", "mark_crashed_flows", "finish", "forget_stop"):
         monkeypatch.setattr(execute, name, lambda *arguments, **more: None)
     monkeypatch.setattr("flows.pipeline.pipeline", lambda run_dir: None)
@@ -278,7 +278,7 @@ def test_a_terminal_that_goes_away_under_the_bars_ends_no_run(monkeypatch: pytes
     with make_reporter() as reporter:
         assert reporter.console.is_terminal
         os.close(theirs)
-        reporter.submitted("train", LongJob(range(0)))
+        reporter.submitted("train", LongJob())
         print("a library's warning", file=sys.stderr)
     with pytest.raises(OSError, match="Input/output"):  # it takes nothing, indeed
         terminal.close()
@@ -290,7 +290,7 @@ class SlowJob(LongJob):
     backend = "slow"
 
     def __init__(self) -> None:
-        super().__init__(range(0))
+        super().__init__()
 
     def state(self) -> State:
         return State("ended", "CANCELLED", failed=True, reason="cancelled") if self.cancelled else State("pending", "")
@@ -370,10 +370,10 @@ def test_a_job_that_slurm_does_not_cancel_is_not_called_cancelled(config: Config
     begin_segment(stage_dir, "12", "host")
     scancel.write_text("scancel: error: Unable to contact slurm controller")
     said: list[str] = []
-    cancel_jobs(config.run_dir, said.append)
+    end_jobs(config.run_dir, said.append, stop=False)
     assert read_segments(stage_dir)[0].reason is None
     scancel.write_text("")
-    cancel_jobs(config.run_dir, said.append)
+    end_jobs(config.run_dir, said.append, stop=False)
     assert said == [
         "slurm job 12 could not be cancelled: scancel: Unable to contact slurm controller; run scancel 12",
         "cancelled slurm job 12",
@@ -398,6 +398,7 @@ def test_a_stop_that_is_asked_for_while_a_flow_starts_is_not_forgotten(
     write_config(config)
     stop.touch()  # of the call before
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    monkeypatch.setattr(server, "silence_of", lambda url: None)
     for name in ("check", "begin_run", "mark_crashed_flows", "finish", "render_summary"):
         monkeypatch.setattr(execute, name, lambda *arguments: None)
 
@@ -425,3 +426,10 @@ def test_a_full_disk_does_not_hide_why_a_run_ended(config: Config, monkeypatch: 
     assert ended == ["FAILED"]
     with pytest.raises(OSError, match="No space left"):
         execute.finish(config, "FINISHED")
+
+
+def test_a_local_job_that_somebody_cancelled_is_not_said_to_lack_an_error(config: Config, tmp_path: Path) -> None:
+    stage, job = context(config), LocalJob(Record("local", "7", None, "host"), tmp_path, attached=False)
+    segment = begin_segment(stage.stage_dir, "7", "host")
+    assert not end_segment(stage.stage_dir, segment.number, "cancelled", None, config.cluster)
+    assert "COMPLETED): it was cancelled; log: " in explain(job, stage, State("ended", "COMPLETED"))

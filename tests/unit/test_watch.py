@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from flows.cli import invoke
 from flows.commands import watch
@@ -24,7 +25,7 @@ from specrl.config import STAGES, Config, parse_config
 from specrl.context import StageContext
 from specrl.events import record_event
 from specrl.lifetime.segments import add_to_segment, begin_segment
-from specrl.lineage.record import RunRecord
+from specrl.lineage.record import RunRecord, write_record
 from specrl.progress import Progress
 from tasks.run import begin
 
@@ -100,7 +101,7 @@ def test_one_look_tells_how_far_a_run_is(run: tuple[Config, RunRecord], capsys: 
         f"event {number}" for number in range(2, 7)
     ]
     assert lines[-1] == "nothing works on run demo; continue it with: specrl resume demo"
-    with only_flow(config.run_dir):  # a flow that is between two stages
+    with only_flow(config.run_dir, config.cluster):  # a flow that is between two stages
         assert not look(config).is_over
 
 
@@ -245,6 +246,7 @@ def test_the_logs_of_a_run_are_printed_and_followed(
     log("prepare", "7_1_log.out", "of rank 1\n", age=60)
     log("flow", "9_0_log.out", "of the flow\n")
     assert logs() == "first\nsecond\n\\x1b]0;title\\x07"
+    assert logs("--lines", "0") == ""
     assert logs("--lines", "2") == "second\n\\x1b]0;title\\x07"
     assert logs("--rank", "1", "--stage", "prepare") == "of rank 1\n"
     assert logs("--stage", "flow", "--follow") == "of the flow\n"
@@ -253,7 +255,7 @@ def test_the_logs_of_a_run_are_printed_and_followed(
     monkeypatch.setattr(watch, "LOOK_SECONDS", 0.05)
 
     def work() -> None:
-        with only_flow(config.run_dir):
+        with only_flow(config.run_dir, config.cluster):
             begun.set()
             time.sleep(0.3)
             log("prepare", "8_0_log.out", "third\n", age=30)
@@ -296,3 +298,46 @@ def test_the_model_of_a_run_that_names_none_is_not_guessed(tmp_path: Path, capsy
     assert invoke(["ls", "--json", "--runs-dir", str(tmp_path)]) == 0
     found = {entry["run"]: entry["model"] for entry in json.loads(capsys.readouterr().out)}
     assert found == {"one": "mine", "two": "?", "three": "?"}
+
+
+def test_a_run_whose_scheduler_cannot_be_imported_here_is_listed_among_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = {"backend": "no_such_module:Scheduler"}
+    config = parse_config({"name": "demo", "runs_dir": str(tmp_path), "model": {"source": "tiny"}, "cluster": cluster})
+    config.run_dir.mkdir(mode=0o700)
+    write_config(config)
+    begin(config)
+    assert listed_state(config, capsys) == "unknown"
+    assert "cannot be imported" in look(config).stages[0].state
+
+
+def test_a_stop_holds_for_a_local_job_of_another_host(
+    run: tuple[Config, RunRecord], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, record = run
+    key = JobKey(config, record.stage_keys["prepare"])
+    key.folder.mkdir(parents=True)
+    Record("local", "12", 7, "login2").write(key.record_path)
+    with FileLock(key.record_path.with_suffix(".lock")):
+        assert invoke(["stop", str(config.run_dir)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "the job runs on login2 as process 12; resume the run there",
+        "demo is asked to stop; continue it with: specrl resume demo",
+    ]
+    assert (config.run_dir / STOP_FILE).exists()
+
+
+def test_a_finished_run_that_is_to_train_on_is_not_listed_as_finished(
+    run: tuple[Config, RunRecord], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, record = run
+    for stage in STAGES:
+        write_json(folder(config, record, stage) / "result.json", {"seconds": 1.0})
+    write_json(config.run_dir / "summary.json", {})
+    assert listed_state(config, capsys) == "finished"
+    keys = {**record.stage_keys, "train": "train-0123456789ab"}  # of `specrl resume --steps`, whose flow waits
+    write_record(config.run_dir, record.model_copy(update={"stage_keys": keys}))
+    assert listed_state(config, capsys) == look(config).state == "stopped"
+    assert invoke(["ls", "--runs-dir", str(config.runs_dir)]) == 0
+    assert " 5/6 " in capsys.readouterr().out
