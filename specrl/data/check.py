@@ -28,8 +28,7 @@ def empty_and_right(config: Config) -> tuple[Trial, Trial]:
 
 
 def check_data(config: Config) -> None:
-    """Check what `[data]` names: generators, files, columns, template, rewards and, within `PATIENCE_S`, the problem
-    count.
+    """Check what `[data]` names: generators, files, columns, template, rewards, and the number of problems.
 
     This imports the user's reward function or environment, and torch only if that does.
     """

@@ -61,11 +61,8 @@ class ReasoningGym:
             return 0.0
 
     def _item(self, dataset: Any, index: int) -> dict[str, Any] | None:
-        import numpy as np  # its threads would keep the processes of rewards, which import this, out of namespaces
-
-        states = random.getstate(), np.random.get_state()
-        random.seed(dataset.seed + index)  # `list_functions` and `codeio` also draw from these global generators
-        np.random.seed(dataset.seed + index)
+        state = random.getstate()
+        random.seed(dataset.seed + index)  # `list_functions` and `codeio` also draw from Python's global generator
         try:
             item: dict[str, Any] = dataset[index]
         except Exception as error:  # a generator that fails on one seed in a million must not end a run
@@ -74,8 +71,7 @@ class ReasoningGym:
                 raise ConfigError(f"data.generators: {self.name} fails on every item: {error}") from error
             return None
         finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+            random.setstate(state)
         self._failed = 0
         return item
 

@@ -9,6 +9,8 @@ import ast
 import json
 import logging
 import math
+import os
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -108,6 +110,7 @@ class GeneratorMixture:
             counts = Counts()
             kept = list(islice(self._distinct(stream, number, counts), _size(stream))), counts
             write_shard(path, *kept)
+            kept = read_shard(path) or kept  # all processes take the same, even of a generator that reads a clock
         problems, counts = kept
         self._counts.add(counts)
         return problems
@@ -151,11 +154,18 @@ def _size(stream: str) -> int:
 
 
 def write_shard(path: Path, problems: Sequence[Problem], counts: Counts) -> None:
-    """Write problems with `plain` entries, and the counts of drawing them."""
+    """Write problems with `plain` entries, and the counts of drawing them, unless another process was faster."""
     rows = [{**vars(problem), "entry": repr(problem.entry)} for problem in problems]
     table = pa.Table.from_pylist(rows, SCHEMA.with_metadata({"counts": json.dumps(asdict(counts))}))
+    own = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        write_table(path, table)
+        write_table(own, table)
+        try:
+            os.link(own, path)
+        except OSError:  # another process was, the file is damaged, or the file system has no hard links
+            if read_shard(path) is None:
+                own.replace(path)
+        own.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("%s cannot be written, and its problems are drawn each time: %s", path, error)
 

@@ -193,6 +193,24 @@ def test_the_processes_of_jobs_draw_the_same_problems() -> None:
     assert len(drawn) == 1 and b"isomorphic" in drawn.pop()
 
 
+def test_all_processes_take_the_problems_of_the_one_that_was_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, later = [Problem(f"first {n}", "1", "1") for n in range(SHARD)], [Problem("later", "2", "2")]
+    draw = GeneratorMixture._candidates
+
+    def candidates(mixture: GeneratorMixture, stream: str, number: int) -> Iterator[Problem]:
+        write_shard(mixture._path(stream, number), first, Counts())  # another process does, meanwhile
+        return draw(mixture, stream, number)
+
+    monkeypatch.setattr(GeneratorMixture, "_candidates", candidates)
+    config = config_of(tmp_path)
+    assert [prompt.text for prompt in source_of(config).batch(0)] == [f"first {n}" for n in range(16)]
+    [path] = (config.run_dir / "prompts").glob("*/*")
+    write_shard(path, later, Counts())
+    assert read_shard(path) == (first, Counts()) and [*path.parent.iterdir()] == [path]
+
+
 def has(shard: Shard) -> bool:
     mixture, stream, number = shard
     return mixture.has(stream, number)

@@ -241,8 +241,9 @@ def _awaited(child: int, answer: socket.socket, timeout: float, *, supervised: b
                 else:
                     closed = True
                     poll.unregister(answer)
-            code = _exit_code(child)
-            if code is not None and (closed or not select.select([answer], [], [], 0)[0]):
+            ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None and (closed or not select.select([answer], [], [], 0)[0]):
+                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
                 return (Outcome(late=True) if code == -signal.SIGXCPU else Outcome(ended=code)).json()
         return Outcome(late=True).json()
     finally:
@@ -256,10 +257,3 @@ def _received(answer: socket.socket) -> tuple[bytes, list[int]]:
     except ConnectionError:
         return b"", []
     return message, descriptors
-
-
-def _exit_code(child: int) -> int | None:
-    found = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if found is None:
-        return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
