@@ -86,7 +86,7 @@ def _reward_doubts(config: Config) -> list[str]:
     is_learned_from = config.environment.name is None and config.train.advantage.name != "none"
     if is_learned_from and not any(config.data.part_weights):
         return ["data.reward: each part has weight 0, so that all responses earn the same and nothing is learned"]
-    if not is_learned_from or not any(part.is_own for part in config.data.reward):
+    if not is_learned_from or not any(":" in part.name for part in config.data.reward):
         return []
     from specrl.data.check import empty_and_right  # starts the reward's process
 

@@ -88,6 +88,7 @@ def job_environment(code: Path, config: Config | None = None) -> dict[str, str]:
         "PYTHONSAFEPATH": "1",  # or Python would put the submission's folder first
         "PYTHONDONTWRITEBYTECODE": "1",  # nothing may be added to the copy, whose digest is checked
         "PYTHONFAULTHANDLER": "1",
+        "PYTHONHASHSEED": "0",  # generators choose from sets of strings, and all ranks must draw the same problems
         "DO_NOT_TRACK": "true",
     }
 
@@ -170,8 +171,7 @@ def read_environment_file(path: Path | None) -> dict[str, str]:
     variables: dict[str, str] = {}
     if path is None:
         return variables
-    lines = _private_text(path).split("\n")
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_private_text(path).split("\n"), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, separator, value = line.partition("=")

@@ -47,7 +47,6 @@ __all__ = [
     "DataConfig",
     "DrafterConfig",
     "EngineConfig",
-    "EnvironmentConfig",
     "GeneratorConfig",
     "ModelConfig",
     "PolicyConfig",
@@ -418,10 +417,7 @@ def parse_config(data: dict[str, Any], *, import_own: bool = False) -> Config:
 
 
 def understood_config(data: dict[str, Any], run_dir: Path) -> Config:
-    """The configuration of a run that may be somebody else's, without settings that this version does not know.
-
-    Nothing is imported.
-    """
+    """The configuration of a run, perhaps somebody else's, without unknown settings; it imports nothing."""
     known = {name: dict(value) if isinstance(value, dict) else value for name, value in data.items()}
     while True:
         known |= {"name": "unknown", "runs_dir": "runs"}  # both are replaced by the run's actual place

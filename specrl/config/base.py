@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -28,19 +29,24 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 """A number above 0 and at most 1."""
 
 
-@dataclass(frozen=True)
-class Mark:
-    """Marks a field that may change during a run."""
-
-
+ADJUSTABLE = "adjustable"
 T = TypeVar("T")
-Adjustable = Annotated[T, Mark()]
+Adjustable = Annotated[T, ADJUSTABLE]
 """A field that may change during a run: training continues from its checkpoint with the new value, and the results of
 earlier stages stay. A change of another field that a stage reads makes training start over."""
 
 
 class ConfigError(ValueError):
     """The configuration cannot run; the message has one line per problem, with the key and what is allowed."""
+
+
+@contextmanager
+def prefixed(words: str) -> Iterator[None]:
+    """Put words, such as a key, before the message of a ConfigError that is raised within the block."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{words}{error}") from error
 
 
 class Section(BaseModel):

@@ -18,7 +18,9 @@ SCALARS = ("int", "float", "str", "bool")
 
 def explain(error: ValidationError, root: type[BaseModel], where: tuple[str, ...] = ()) -> str:
     """One line per distinct mistake found in validating a `root`; `where` is the path of keys to it."""
-    return "\n".join(dict.fromkeys(_line(problem, root, where) for problem in error.errors()))
+    # The items of a list that fits no member of a union are not reported apart from it.
+    whole = (one for one in error.errors() if not any(str(part).startswith("list[") for part in one["loc"][:-1]))
+    return "\n".join(dict.fromkeys(_line(problem, root, where) for problem in whole))
 
 
 def _line(problem: Any, root: type[BaseModel], where: tuple[str, ...]) -> str:
@@ -90,5 +92,5 @@ def _plain(annotation: Any) -> Any:
     if get_origin(annotation) is Annotated:
         return _plain(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return next(member for member in get_args(annotation) if member is not type(None))
+        return _plain(next(member for member in get_args(annotation) if member is not type(None)))
     return annotation

@@ -95,11 +95,6 @@ class RewardPart(Section):
     """The parameters of `length`, `code` and `judge`, by name."""
 
     @property
-    def is_own(self) -> bool:
-        """Whether it is the user's own function."""
-        return ":" in self.name
-
-    @property
     def shown_name(self) -> str:
         return self.label or self.name.rpartition(":")[2]
 

@@ -109,25 +109,24 @@ def shown(text: str) -> str:
 
 def secret_name(line: str) -> str | None:
     """The name of the secret in a shell line or a command's word, or None."""
-    if (named := next(_secret_assignments(line), None)) is not None:
-        return named[1] or named[2]
-    if (option := OPTION.search(line)) is not None:
-        return option[0].rstrip("= ")
-    return "a token, a key or a password" if SECRET.search(line) or IN_ADDRESS.search(line) else None
+    return next((name for _, name in _secrets(line)), None)
 
 
 def redacted(text: str) -> str:
     """Cut a text before its first secret."""
-    named = (found.end() for found in (*_secret_assignments(text), *OPTION.finditer(text)))
-    known = (found.start() for pattern in (SECRET, IN_ADDRESS) for found in pattern.finditer(text))
-    first = min((*named, *known), default=None)
+    first = min((place for place, _ in _secrets(text)), default=None)
     return text if first is None else f"{text[:first]}***"
 
 
-def _secret_assignments(text: str) -> Iterator[re.Match[str]]:
+def _secrets(text: str) -> Iterator[tuple[int, str]]:
     for found in ASSIGNMENT.finditer(text):
-        if SECRET_NAME.fullmatch(found[1] or found[2]):
-            yield found
+        if SECRET_NAME.fullmatch(name := found[1] or found[2]):
+            yield found.end(), name
+    for found in OPTION.finditer(text):
+        yield found.end(), found[0].rstrip("= ")
+    for pattern in (SECRET, IN_ADDRESS):
+        for found in pattern.finditer(text):
+            yield found.start(), "a token, a key or a password"
 
 
 def _word(text: str) -> str:

@@ -1,14 +1,18 @@
-"""Checks of data and reward before a job is submitted."""
+"""Checks of data and reward before a run begins."""
 
 from __future__ import annotations
 
-from specrl.config import Config, ConfigError
+from specrl.config import Config
+from specrl.config.base import prefixed
 from specrl.data.answers import close_thoughts
 from specrl.data.files import read_requests
 from specrl.data.held_out import config_of_set, held_out_problems, make_problems
 from specrl.data.problems import fit_all
 from specrl.data.rendering import check_template
+from specrl.data.rewards import sandbox
+from specrl.data.rewards.code import refuse_open_sandbox
 from specrl.data.rewards.environments import check_scoring
+from specrl.data.rewards.functions import runs_code
 from specrl.data.rewards.trial import Trial, try_reward
 
 PATIENCE_S = 5.0  # for drawing each held-out set; beyond that, `prepare` checks whether there are enough problems
@@ -24,8 +28,7 @@ def empty_and_right(config: Config) -> tuple[Trial, Trial]:
 
 
 def check_data(config: Config) -> None:
-    """Check what `[data]` names: generators, files, columns, template, rewards and, within `PATIENCE_S`, the problem
-    count.
+    """Check what `[data]` names: generators, files, columns, template, rewards, and the number of problems.
 
     This imports the user's reward function or environment, and torch only if that does.
     """
@@ -33,13 +36,19 @@ def check_data(config: Config) -> None:
     check_scoring(config)
     problems, count = make_problems(config, fit_all), config.validate_.num_prompts
     problems.draw("train", 0, 1)
-    try:
+    with prefixed(f"validate.num_prompts = {count}: "):
         problems.held_out(count, PATIENCE_S)
-    except ConfigError as error:
-        raise ConfigError(f"validate.num_prompts = {count}: {error}") from error
     if config.drafter.data is not None:
         for place in config.drafter.data:
             read_requests(place)
     for name in config.validate_.sets:
-        check_scoring(config_of_set(config, name))
+        with prefixed(f"validate.sets.{name}: "):
+            check_scoring(config_of_set(config, name))
         held_out_problems(config, name, fit_all, PATIENCE_S)
+
+
+def check_sandbox(config: Config) -> None:
+    """Check that the kernel has a whole sandbox if a reward, also of a held-out set, or the environment runs code."""
+    held = sandbox.available()
+    for data in (config.data, *(config_of_set(config, name).data for name in config.validate_.sets)):
+        refuse_open_sandbox(held, runs_code(data, config.environment.name))

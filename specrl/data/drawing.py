@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import time
-from collections.abc import Iterator
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from specrl.config import Config, ConfigError, dump_config, parse_config
-from specrl.data.prompts import PromptSource
+from specrl.data.prompts import PromptSource, Shard
 from specrl.models.sources import load_tokenizer
 from specrl.processes import become_helper, end_helper, start_helper
 
@@ -25,18 +26,21 @@ NICENESS = 10
 def draw_first(source: PromptSource, config: Config, tokenizer_dir: Path, place: tuple[int, int]) -> None:
     """Draw this rank's part of the problems needed before the first step; `place` is (rank, number of ranks)."""
     (rank, ranks), cores, first = place, config.resources_of("prepare").cpus_per_rank, range(FIRST_STEPS)
-    deadline, needs_more = time.monotonic() + QUICK_S, False
-    needed = islice(source.shards(first, others=True), rank, None, ranks)
-    later = islice(source.shards(range(FIRST_STEPS, config.train.num_steps + 1)), rank, None, ranks)
-    for is_needed, (mixture, stream, number) in chain(((True, one) for one in needed), ((False, one) for one in later)):
-        if time.monotonic() > deadline:
-            needs_more = is_needed
-            break
+    deadline = time.monotonic() + QUICK_S
+    if _keep(islice(source.shards(first, others=True), rank, None, ranks), deadline):
+        _keep(islice(source.shards(range(FIRST_STEPS, config.train.num_steps + 1)), rank, None, ranks), deadline)
+        return
+    own = range(rank * cores, (rank + 1) * cores)
+    for process in _start(source, config, tokenizer_dir, first, own, ranks * cores, needed=True):
+        process.wait()
+
+
+def _keep(shards: Iterable[Shard], until: float = math.inf) -> bool:
+    for mixture, stream, number in shards:
+        if time.monotonic() > until:
+            return False
         mixture.keep(stream, number)
-    if needs_more:
-        own = range(rank * cores, (rank + 1) * cores)
-        for process in _start(source, config, tokenizer_dir, first, own, ranks * cores, needed=True):
-            process.wait()
+    return True
 
 
 @contextlib.contextmanager
@@ -57,10 +61,9 @@ def _start(
 ) -> list[subprocess.Popen[bytes]]:
     processes = []
     for index in own:
-        process, connection = start_helper(__name__)
-        with connection, contextlib.suppress(OSError):  # it has ended; whoever needs a shard draws it
-            arguments = (source.begun, source.prompts_dir, needed, steps, index, total)
-            connection.send((dump_config(config), tokenizer_dir, *arguments))
+        order = dump_config(config), tokenizer_dir, source.begun, source.prompts_dir, needed, steps, index, total
+        process, connection = start_helper(__name__, send=[order])
+        connection.close()
         processes.append(process)
     return processes
 
@@ -75,5 +78,4 @@ def main(rank: Connection) -> None:
             Path("/proc/self/autogroup").write_text(str(NICENESS))
     source = PromptSource(parse_config(json.loads(text)), load_tokenizer(tokenizer_dir), begun, prompts_dir=prompts_dir)
     with contextlib.suppress(ConfigError):  # the rank meets the same error and reports it
-        for mixture, stream, number in islice(source.shards(steps, others=needed), index, None, total):
-            mixture.keep(stream, number)
+        _keep(islice(source.shards(steps, others=needed), index, None, total))

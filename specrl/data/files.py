@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from specrl.config import Config, ConfigError
+from specrl.config.base import prefixed
 from specrl.data.answers import format_answer
 from specrl.data.formats.messages import CHATS, TOOLS, Message, read_messages, tools_of
 from specrl.data.formats.places import files_of
@@ -62,14 +63,16 @@ def placed_requests(places: Sequence[Path]) -> list[tuple[str, Request]]:
 
 def _files(place: Path) -> list[Path]:
     if not (paths := files_of([place])):
-        raise ConfigError(f"data file {place} does not exist")
+        wrong = "is a folder without data files" if place.is_dir() else "does not exist"
+        raise ConfigError(f"data file {place} {wrong}")
     return paths
 
 
 def _request(place: str, row: dict[str, Any]) -> Request:
     chat = next((row[name] for name in CHATS if row.get(name) is not None), None)
     prompt = row.get("prompt")
-    messages = read_messages(place, prompt if chat is None else chat, row)
+    with prefixed(f"{place}: "):
+        messages = read_messages(prompt if chat is None else chat, row)
     if messages is not None:
         return [*tools_of(row), *messages]
     if chat is not None:
@@ -85,7 +88,8 @@ def _problem(place: str, row: dict[str, Any], columns: tuple[str, str], *, other
         find(row, name, place, key, ALIASES.get(name, ())) for name, key in zip(columns, keys, strict=True)
     )
     context: list[Message] = []
-    messages = read_messages(place, prompt, row)
+    with prefixed(f"{place}: "):
+        messages = read_messages(prompt, row)
     if messages is not None:
         *context, last = messages
         prompt = last["content"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import warnings
 from collections.abc import Iterator
 from difflib import get_close_matches
+from numbers import Integral
 from typing import Any
 
 from pydantic import ValidationError
@@ -59,6 +61,8 @@ class ReasoningGym:
             return 0.0
 
     def _item(self, dataset: Any, index: int) -> dict[str, Any] | None:
+        state = random.getstate()
+        random.seed(dataset.seed + index)  # `list_functions` and `codeio` also draw from Python's global generator
         try:
             item: dict[str, Any] = dataset[index]
         except Exception as error:  # a generator that fails on one seed in a million must not end a run
@@ -66,6 +70,8 @@ class ReasoningGym:
             if self._failed == MAX_MISSES:
                 raise ConfigError(f"data.generators: {self.name} fails on every item: {error}") from error
             return None
+        finally:
+            random.setstate(state)
         self._failed = 0
         return item
 
@@ -118,7 +124,7 @@ def plain(value: Any) -> Any:
             return (list if isinstance(value, list) else tuple)(map(plain, value))
         case None | bool():
             return value
-        case int():
+        case Integral():  # NumPy's are no subclasses of int
             return int(value)
         case float() if math.isfinite(value):
             return float(value)

@@ -8,6 +8,7 @@ from typing import Any
 
 from specrl.artifacts import digest
 from specrl.config import Config, ConfigError
+from specrl.config.base import prefixed
 from specrl.data.files import FileProblems, read_problems
 from specrl.data.problems import Counts, Fit, Problem
 from specrl.data.shards import GeneratorMixture
@@ -41,10 +42,7 @@ def config_of_set(config: Config, name: str) -> Config:
     if chosen.reward is not None:
         data["reward"] = chosen.reward
     sampling = {"temperature": chosen.temperature, "top_p": chosen.top_p}
-    given = {key: value for key, value in sampling.items() if value is not None}
-    return config.model_copy(
-        update={"data": config.data.model_copy(update=data), "sampling": config.sampling.model_copy(update=given)}
-    )
+    return config.updated(data=data, sampling={key: value for key, value in sampling.items() if value is not None})
 
 
 def held_out_problems(
@@ -58,12 +56,10 @@ def held_out_problems(
     """The distinct problems of a held-out set; from generators, those found within `patience_s` seconds."""
     chosen, own, counts = config.validate_.held_out_sets[name], config_of_set(config, name), counts or Counts()
     count = chosen.num_prompts or config.validate_.num_prompts
-    try:
+    with prefixed(f"validate.sets.{name}: "):
         if chosen.path is None:
             return make_problems(own, fit, counts, prompts_dir).held_out(count, patience_s)
         rows = {row.identity: row for place in chosen.path for row in read_problems(place, own, fit, counts)}
-    except ConfigError as error:
-        raise ConfigError(f"validate.sets.{name}: {error}") from error
     places = ", ".join(map(str, chosen.path))
     if chosen.num_prompts is not None and len(rows) < chosen.num_prompts:
         raise ConfigError(

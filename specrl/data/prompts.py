@@ -12,7 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from specrl.config import Config, ConfigError
+from specrl.config import Config
+from specrl.config.base import prefixed
 from specrl.data.answers import close_thoughts
 from specrl.data.files import FileProblems, placed_requests
 from specrl.data.held_out import config_of_set, held_out_problems, make_problems
@@ -141,10 +142,8 @@ class PromptSource:
         prompts = []
         for index in range(count):
             place, request = requests[index % len(requests)]
-            try:
+            with prefixed(f"{place}: "):
                 text = self._rendering.chat(request)
-            except ConfigError as error:
-                raise ConfigError(f"{place}: {error}") from error
             tokens = self._rendering.tokens(text, of_chat=True)[-room:]
             prompts.append(Prompt(derive_seed("drafter-data", text, index), text, tokens, answer=""))
         return prompts

@@ -50,7 +50,7 @@ class Rendering:
     def opening(self, messages: Sequence[Message]) -> str:
         """The prompt of a conversation that starts with these messages."""
         if self._template != CHAT:
-            return self._template.format(prompt="\n".join(message["content"] for message in messages))
+            return in_format(self._template, messages)
         has_system = any(message["role"] in ("system", "developer") for message in messages)
         system = [{"role": "system", "content": self._system}] if self._system and not has_system else []
         text = self._of_chat([*system, *messages])
@@ -119,13 +119,12 @@ class Rendering:
         for start in range(0, len(problems), CHUNK):
             chunk = [(problem, self._renderable(problem, counts)) for problem in problems[start : start + CHUNK]]
             long = [text for _, text in chunk if isinstance(text, str) and not self._surely_fits(text)]
-            lengths = map(len, self._encode(long))
+            lengths = dict(zip(long, map(len, self._encode(long)), strict=True))
             for problem, text in chunk:
                 if isinstance(text, Misfit):
                     fitted.append(text)
                 else:
-                    fits = self._surely_fits(text)
-                    fitted.append(problem if fits else self._judge(problem, next(lengths), counts))
+                    fitted.append(self._judge(problem, lengths[text], counts) if text in lengths else problem)
         return fitted
 
     def _surely_fits(self, text: str) -> bool:
@@ -195,6 +194,11 @@ def check_chat_template(template: str, arguments: Iterable[str]) -> None:
     for name in arguments:
         if template and not re.search(rf"\b{re.escape(name)}\b", template):
             raise ConfigError(f"data.chat_template_kwargs.{name}: the tokenizer's chat template does not read it")
+
+
+def in_format(template: str, messages: Sequence[Message]) -> str:
+    """The prompt of a conversation by a format string."""
+    return template.format(prompt="\n".join(message["content"] for message in messages))
 
 
 def check_template(template: str) -> None:

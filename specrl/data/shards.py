@@ -9,6 +9,8 @@ import ast
 import json
 import logging
 import math
+import os
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -20,7 +22,7 @@ import pyarrow as pa
 
 from specrl.config import ConfigError, DataConfig
 from specrl.data.generators import MAX_MISSES, make_generator
-from specrl.data.problems import Counts, Fit, Problem, derive_seed, is_held_out
+from specrl.data.problems import Counts, Fit, Misfit, Problem, derive_seed, is_held_out
 from specrl.schemas import read_table, write_table
 
 logger = logging.getLogger(__name__)
@@ -108,6 +110,7 @@ class GeneratorMixture:
             counts = Counts()
             kept = list(islice(self._distinct(stream, number, counts), _size(stream))), counts
             write_shard(path, *kept)
+            kept = read_shard(path) or kept  # all processes take the same, even of a generator that reads a clock
         problems, counts = kept
         self._counts.add(counts)
         return problems
@@ -115,30 +118,23 @@ class GeneratorMixture:
     def _distinct(self, stream: str, number: int, counts: Counts, until: float = math.inf) -> Iterator[Problem]:
         """Yield distinct problems; once exhausted, end (if held out) or repeat them."""
         seen: set[str] = set()
-        misses, held_out = 0, stream == HELD_OUT
+        misses, held_out, fraction = 0, stream == HELD_OUT, self.config.validation_fraction
         for candidate in self._candidates(stream, number):
             if time.monotonic() > until:
                 return
-            problem = self._fitted(candidate, counts)
-            if problem is not None and problem.question not in seen:
-                wanted = is_held_out(problem.question, self.config.validation_fraction) == held_out
-                if wanted:
-                    seen.add(problem.question)
-                    misses = 0
-                    yield problem
-                    continue
+            [found] = self._fit([candidate], counts)
+            if isinstance(found, Misfit):
+                self._misfit = found.text
+            elif found.question not in seen and is_held_out(found.question, fraction) == held_out:
+                seen.add(found.question)
+                misses = 0
+                yield found
+                continue
             misses += 1
             if misses == MAX_MISSES:
                 if held_out or not seen:
                     return
                 seen, misses = set(), 0
-
-    def _fitted(self, candidate: Problem, counts: Counts) -> Problem | None:
-        [found] = self._fit([candidate], counts)
-        if isinstance(found, Problem):
-            return found
-        self._misfit = found.text
-        return None
 
     def _why_so_few(self, advice: str) -> str:
         return f"of one that was left out, {self._misfit}" if self._misfit else advice
@@ -158,11 +154,18 @@ def _size(stream: str) -> int:
 
 
 def write_shard(path: Path, problems: Sequence[Problem], counts: Counts) -> None:
-    """Write problems with `plain` entries, and the counts of drawing them."""
+    """Write problems with `plain` entries, and the counts of drawing them, unless another process was faster."""
     rows = [{**vars(problem), "entry": repr(problem.entry)} for problem in problems]
     table = pa.Table.from_pylist(rows, SCHEMA.with_metadata({"counts": json.dumps(asdict(counts))}))
+    own = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        write_table(path, table)
+        write_table(own, table)
+        try:
+            os.link(own, path)
+        except OSError:  # another process was, the file is damaged, or the file system has no hard links
+            if read_shard(path) is None:
+                own.replace(path)
+        own.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("%s cannot be written, and its problems are drawn each time: %s", path, error)
 

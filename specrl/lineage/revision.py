@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from specrl.artifacts import RESULT_FILE
 from specrl.config import STAGES, Config, ConfigError, StageName
-from specrl.config.base import Mark, Section
+from specrl.config.base import ADJUSTABLE, Section
 from specrl.config.methods import METHODS
 from specrl.keys import INPUTS, flat_settings, named_files, reads, stage_key
 from specrl.lifetime.segments import last_recorded_step
@@ -70,7 +70,7 @@ def adjustable_keys(kind: type[Section] = Config, prefix: str = "") -> list[str]
     found: list[str] = []
     for name, info in kind.model_fields.items():
         key = f"{prefix}{info.alias or name}"
-        if any(isinstance(item, Mark) for item in info.metadata):
+        if ADJUSTABLE in info.metadata:
             found.append(key)
         elif isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             found += adjustable_keys(info.annotation, f"{key}.")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specrl.config import ConfigError
+from specrl.config.base import ConfigError, prefixed
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"  # if there is one file
@@ -50,10 +50,8 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
         wrong = "is a file: give the folder that it lies in" if directory.is_file() else "does not exist"
         raise ConfigError(f"model directory {directory} {wrong}")
-    try:
+    with prefixed(f"model directory {directory} "):
         return read_object(directory / CONFIG_FILE)
-    except ConfigError as error:
-        raise ConfigError(f"model directory {directory} {error}") from error
 
 
 def chat_template(directory: Path) -> str | None:
@@ -61,7 +59,8 @@ def chat_template(directory: Path) -> str | None:
     if (file := directory / "chat_template.jinja").is_file():
         return file.read_text("utf-8", errors="replace") or None
     for name in ("chat_template.json", "tokenizer_config.json"):
-        found = read_object(directory / name).get("chat_template") if (directory / name).is_file() else None
+        with prefixed(f"model directory {directory} "):
+            found = read_object(directory / name).get("chat_template") if (directory / name).is_file() else None
         if isinstance(found, list):  # several with names
             found = next((one["template"] for one in found if one.get("name") == "default"), None)
         if isinstance(found, str):

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from specrl.config import Config, ConfigError
-from specrl.models.checks.config import ROPE_KINDS, form_problems, rope_keys, rope_of, rope_problems
+from specrl.config.base import prefixed
+from specrl.models.checks.config import form_problems, rope_keys, rope_of, rope_problems
 from specrl.models.directory import CONFIG_FILE, INDEX_FILE, read_model_config
 from specrl.models.shapes import ModelShape
 from specrl.models.sources import download, source_kind
@@ -54,10 +55,11 @@ class PublishedDrafter:
 
 
 def find_source(config: Config) -> Path | None:
-    """The folder of `drafter.source`; None for a hub id."""
-    assert config.drafter.source is not None
-    kind = source_kind(config.drafter.source, "drafter.source", names=())
-    return Path(config.drafter.source).expanduser() if kind == "directory" else None
+    """The folder of the drafter that the run adopts from `drafter.source`; None without one, and for a hub id."""
+    source = config.drafter.source if config.adopts_drafter else None
+    if source is None or source_kind(source, "drafter.source", names=()) != "directory":
+        return None
+    return Path(source)
 
 
 def fetch_source(config: Config) -> Path:
@@ -68,7 +70,7 @@ def fetch_source(config: Config) -> Path:
 
 def _known_source(config: Config) -> dict[str, Any] | None:
     try:
-        directory = find_source(config) if config.adopts_drafter else None
+        directory = find_source(config)
         return None if directory is None else read_published(directory).config
     except ConfigError:  # reported when the drafter is checked
         return None
@@ -76,8 +78,7 @@ def _known_source(config: Config) -> dict[str, Any] | None:
 
 def with_source_sizes(config: Config) -> Config:
     """The configuration with the sizes of the drafter in `drafter.source`, if that can be read from here."""
-    found = _known_source(config)
-    if found is None:
+    if (found := _known_source(config)) is None:
         return config
     sizes = {
         "draft_vocab_size": found["draft_vocab_size"],
@@ -85,20 +86,15 @@ def with_source_sizes(config: Config) -> Config:
         "feature_layers": tuple(found[LAYERS]) if LAYERS in found else None,
         "intermediate_size": found["intermediate_size"],
     }
-    return config.model_copy(update={"drafter": config.drafter.model_copy(update=sizes)})
+    return config.updated(drafter=sizes)
 
 
 def with_source_heads(config: Config, policy: ModelShape) -> ModelShape:
     """The policy's shape with the attention heads of the drafter in `drafter.source`, if it can be read from here."""
-    found = _known_source(config)
-    if found is None:
+    if (found := _known_source(config)) is None:
         return policy
-    return replace(
-        policy,
-        num_heads=found["num_attention_heads"],
-        num_kv_heads=found["num_key_value_heads"],
-        head_dim=found["head_dim"],
-    )
+    heads, groups, size = (found[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    return replace(policy, num_heads=heads, num_kv_heads=groups, head_dim=size)
 
 
 def has_window(directory: Path) -> bool:
@@ -110,19 +106,16 @@ def has_window(directory: Path) -> bool:
 
 def check_source_drafter(config: Config, policy_dir: Path | None) -> None:
     """Check the drafter of `drafter.source` as far as possible without a download; `policy_dir` may be unknown."""
-    directory = find_source(config) if config.adopts_drafter else None
-    if directory is not None:
-        check_drafter(config, directory, policy_dir)
+    if (directory := find_source(config)) is not None:
+        check_drafter(directory, policy_dir)
 
 
-def check_drafter(config: Config, directory: Path, policy_dir: Path | None) -> None:
+def check_drafter(directory: Path, policy_dir: Path | None) -> None:
     """Check a drafter by its `config.json`."""
-    try:
+    with prefixed("drafter.source: "):
         published = read_published(directory)
         if policy_dir is not None:
             suited(published, read_model_config(policy_dir), directory)
-    except ConfigError as error:
-        raise ConfigError(f"drafter.source: {error}") from error
 
 
 def read_published(directory: Path) -> PublishedDrafter:
@@ -131,19 +124,20 @@ def read_published(directory: Path) -> PublishedDrafter:
     if not path.is_file():
         raise ConfigError(f"no drafter in {directory}: {CONFIG_FILE} is missing")
     found = read_model_config(directory)
-    for table in (found, *(found.get(name) or {} for name in ("eagle_config", "transformer_layer_config"))):
-        for problem in form_problems(table):
-            raise ConfigError(f"{path}: {problem}")
-    published = _of_speculators(found, path) if "speculators_model_type" in found else _original(found, path)
-    _check_computed(published.config, path)
+    with prefixed(f"{path}: "):
+        for table in (found, *(found.get(name) or {} for name in ("eagle_config", "transformer_layer_config"))):
+            for problem in form_problems(table):
+                raise ConfigError(problem)
+        published = _of_speculators(found) if "speculators_model_type" in found else _original(found)
+        _check_computed(published.config)
     return published
 
 
-def _original(found: dict[str, Any], path: Path) -> PublishedDrafter:
+def _original(found: dict[str, Any]) -> PublishedDrafter:
     architecture = (found.get("architectures") or ["none"])[0]
     if architecture not in ARCHITECTURES:
         raise ConfigError(
-            f"{path}: architectures is [{architecture}]: no EAGLE-3 drafter with a Llama layer, whose architecture is "
+            f"architectures is [{architecture}]: no EAGLE-3 drafter with a Llama layer, whose architecture is "
             f"{' or '.join(ARCHITECTURES[:2])}"
         )
     nested: dict[str, Any] = found.get("eagle_config") or {}
@@ -158,10 +152,10 @@ def _original(found: dict[str, Any], path: Path) -> PublishedDrafter:
     return PublishedDrafter("original", _filled(config, layers, norm_before_residual=False), tuple(notes))
 
 
-def _of_speculators(found: dict[str, Any], path: Path) -> PublishedDrafter:
+def _of_speculators(found: dict[str, Any]) -> PublishedDrafter:
     kind = found["speculators_model_type"]
     if kind != SPECULATORS_KIND:
-        raise ConfigError(f'{path}: speculators_model_type is "{kind}": it must be "{SPECULATORS_KIND}"')
+        raise ConfigError(f'speculators_model_type is "{kind}": it must be "{SPECULATORS_KIND}"')
     layer = found.get("transformer_layer_config") or {}
     config = {**layer, **{key: value for key, value in found.items() if key in OWN_KEYS}}
     filled = _filled(config, found.get(LAYERS), norm_before_residual=True)
@@ -188,19 +182,16 @@ def _filled(config: dict[str, Any], layers: list[int] | None, *, norm_before_res
     return filled
 
 
-def _check_computed(config: Mapping[str, Any], path: Path) -> None:
+def _check_computed(config: Mapping[str, Any]) -> None:
     for key, wanted in MUST_BE.items():
         value = config.get(key)
         if value is not None and value != wanted:
             found = "{...}" if isinstance(value, dict) else repr(value)
-            raise ConfigError(f"{path}: {key} = {found}: specrl computes drafters with {wanted!r} only")
+            raise ConfigError(f"{key} = {found}: specrl computes drafters with {wanted!r} only")
     if len(types := set(config.get("layer_types") or ())) > 1:
-        raise ConfigError(f"{path}: layer_types has {' and '.join(sorted(types))}: all of its layers must be alike")
-    kind = config["rope_parameters"]["rope_type"]
-    if kind not in ROPE_KINDS:
-        raise ConfigError(f"{path}: rotary embedding of type {kind!r}: it must be one of {', '.join(ROPE_KINDS)}")
+        raise ConfigError(f"layer_types has {' and '.join(sorted(types))}: all of its layers must be alike")
     for problem in (*form_problems(config, SIZES), *rope_problems(config)):
-        raise ConfigError(f"{path}: {problem}")
+        raise ConfigError(problem)
 
 
 def suited(published: PublishedDrafter, policy: Mapping[str, Any], directory: Path) -> PublishedDrafter:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specrl.config import Config, ConfigError, PolicyConfig
+from specrl.config.base import prefixed
 from specrl.models.checks.folder import check_model_folder, end_tokens, token_ids
 from specrl.models.directory import read_model_config
 from specrl.models.drafters import with_source_heads
-from specrl.models.shapes import ModelShape, teacher_shape
+from specrl.models.shapes import ModelShape, shape_of
 
 FP8_BLOCK = 128  # rows and columns of a block of weights that shares one scale
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # those for which vLLM has CPU kernels
@@ -68,12 +69,9 @@ def check_teacher(config: Config, policy_dir: Path | None) -> None:
     directory = config.train.teacher
     if directory is None:
         return
-    try:
+    with prefixed("train.teacher: "):
         teacher = check_model_folder(directory, config.model.max_length)
-    except ConfigError as error:
-        raise ConfigError(f"train.teacher: {error}") from error
-    shape = teacher_shape(config)
-    problems = list(trainer_problems(config.policy, shape, "the teacher")) if shape is not None else []
+    problems = list(trainer_problems(config.policy, shape_of(teacher), "the teacher"))
     if policy_dir is not None:
         problems += _token_problems(directory, teacher["vocab_size"], policy_dir)
     if problems:

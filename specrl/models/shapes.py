@@ -118,7 +118,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
     if model.source in KNOWN_SHAPES:
         return KNOWN_SHAPES[model.source]
     if source_kind(model.source) == "directory":
-        return shape_of(check_directory(Path(model.source).expanduser(), model.max_length))
+        return shape_of(check_directory(Path(model.source), model.max_length))
     raise ConfigError(
         f'model.source = "{model.source}" is neither a directory nor a model whose shape is known '
         f"({', '.join(KNOWN_SHAPES)}): run `hf download {model.source} --local-dir DIR` and set model.source=DIR"

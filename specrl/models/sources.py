@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -33,7 +32,8 @@ def materialise_model(config: ModelConfig, seed: int, directory: Path) -> Path:
     if directory.is_dir():
         check_model_folder(directory, config.max_length)
         return directory
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    temporary = directory.with_name(f".{directory.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a job that was killed
     temporary.mkdir(parents=True)
     try:
         _write(config, seed, temporary)
@@ -47,7 +47,7 @@ def check_source(config: ModelConfig) -> None:
     """Check `model.source` as far as possible without downloading or writing."""
     kind = source_kind(config.source)
     if kind == "directory":
-        check_model_folder(Path(config.source).expanduser(), config.max_length)
+        check_model_folder(Path(config.source), config.max_length)
     elif kind == "tiny":
         tiny_family(config.tiny)
     elif kind == "smollm2-135m":
@@ -70,7 +70,7 @@ def check_model_fits_method(config: Config, directory: Path | None = None) -> No
     if not method.has_weights or (directory is None and kind == "hub"):
         return
     if directory is not None or kind == "directory":
-        found = check_directory(directory or Path(model.source).expanduser(), model.max_length)
+        found = check_directory(directory or Path(model.source), model.max_length)
     elif kind == "tiny":
         found = tiny_config(model) | {MTP_LAYERS: model.tiny.mtp_layers}
     else:
@@ -120,17 +120,11 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-def is_path(source: str) -> bool:
-    """Whether a source is an existing folder, or can only be the path of one."""
-    path = Path(source).expanduser()
-    return path.is_dir() or path.is_absolute() or source.startswith(".")
-
-
 def source_kind(source: str, key: str = "model.source", names: Sequence[str] = OWN_MODELS) -> str:
     """The kind of a source, which is the value of `key`: one of `names`, `directory` or `hub`."""
     if source in names:
         return source
-    if is_path(source):
+    if (path := Path(source)).is_dir() or path.is_absolute() or source.startswith("."):  # no hub id begins so
         return "directory"
     if HUB_ID.fullmatch(source):
         return "hub"
@@ -151,11 +145,8 @@ def _write(config: ModelConfig, seed: int, directory: Path) -> None:
 
         write_tiny_model(config, seed, directory)
     else:
-        source = (
-            Path(config.source).expanduser()
-            if kind == "directory"
-            else download("model.source", config.source, HUB_PATTERNS)
-        )
+        is_folder = kind == "directory"
+        source = Path(config.source) if is_folder else download("model.source", config.source, HUB_PATTERNS)
         check_model_folder(source, config.max_length)
         _link(source, directory)
 

@@ -12,12 +12,11 @@ import torch
 from specrl import logs
 from specrl.artifacts import PrepareResult, write_result
 from specrl.context import StageContext
+from specrl.data.check import check_sandbox
 from specrl.data.drawing import draw_first
 from specrl.data.prompts import PromptSource
-from specrl.data.rewards import sandbox
-from specrl.data.rewards.code import refuse_open_sandbox
 from specrl.data.rewards.environments import check_scoring
-from specrl.data.rewards.functions import is_built_in, runs_code
+from specrl.data.rewards.functions import is_built_in
 from specrl.data.rewards.trial import doubtful_references
 from specrl.distributed import Ranks
 from specrl.events import record_event
@@ -41,7 +40,7 @@ def main(context: StageContext) -> None:
     started = time.monotonic()
     config, start = context.config, context.continues
     check_scoring(config)
-    refuse_open_sandbox(sandbox.available(), runs_code(config.data, config.environment.name))
+    check_sandbox(config)
     warm = config.warm_start.num_examples > 0
     policy_dir = context.stage_dir / "policy"
     base_dir = context.stage_dir / "base" if warm or start is not None else policy_dir
@@ -97,7 +96,7 @@ def _adopt_drafter(context: StageContext, ranks: Ranks, policy_dir: Path) -> Pat
 
         with logs.phase("reading of the drafter"):
             source = fetch_source(context.config)
-            check_drafter(context.config, source, policy_dir)
+            check_drafter(source, policy_dir)
             for line in adopt_drafter(source, policy_dir, directory):
                 logger.info("drafter.source: %s", line)
                 record_event(context.stage_dir, "drafter", line)

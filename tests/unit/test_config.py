@@ -119,6 +119,8 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
         (["data.generators=[{}]"], ["data.generators.0.name: required"]),
         (["data.generators=[{name='x', weigth=2}]"], ["data.generators.0.weigth", "unknown key", "weight"]),
         (["data.generators=[{name='x', parameters={a={b=1}}}]"], ["data.generators.0.parameters.a", "a number"]),
+        (["data.generators=[{name='x', parameters={a=[[1]]}}]"], ["data.generators.0.parameters.a = [[1]]"]),
+        (["validate.sets.x.reward=[{name='task', wieght=1}]"], ["validate.sets.x.reward.0.wieght", "name, weight"]),
     ],
 )
 def test_a_wrong_key_type_or_combination_is_one_line_that_names_it(

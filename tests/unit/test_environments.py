@@ -16,7 +16,7 @@ from specrl.context import StageContext
 from specrl.data.files import read_problems
 from specrl.data.problems import Counts, Problem, Prompt, fit_all
 from specrl.data.rewards import sandbox
-from specrl.data.rewards.calculator import Calculator, NotArithmeticError, value, written
+from specrl.data.rewards.calculator import REFUSALS, Calculator, value, written
 from specrl.data.rewards.code import refuse_open_sandbox
 from specrl.data.rewards.environments import NotATurnError, Turn, check_scoring, make_environment, play
 from specrl.data.rewards.functions import runs_code, starts_processes
@@ -241,7 +241,7 @@ def test_arithmetic_is_computed_exactly(expression: str, expected: str) -> None:
     ["", "1 +", "1 / 0", "2 ** 3", "(1", "1)", "1 2", "- ", "9" * 16, "(" * 50 + "1", "-" * 100 + "1", "a + 1"],
 )
 def test_what_is_no_arithmetic_is_refused(expression: str) -> None:
-    with pytest.raises(NotArithmeticError):
+    with pytest.raises(REFUSALS):
         value(expression)
 
 
@@ -438,9 +438,13 @@ def test_python_counts_as_what_runs_a_models_code() -> None:
 
 def test_prepare_refuses_an_open_sandbox_before_it_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "available", lambda: sandbox.Confinement(True, True, 6, False))
-    config = parse_config({"name": "x", "environment": {"name": "python"}})
-    with pytest.raises(ConfigError, match="on this machine could start processes without end"):
-        prepare.main(cast(StageContext, SimpleNamespace(config=config, continues=None)))
+    data = {"source": "file", "path": "rows.jsonl", "reward": "exact_match"}
+    sets = {"sets": {"programs": {"path": "tests.jsonl", "reward": "code"}}}
+    cases: list[dict[str, Any]] = [{"environment": {"name": "python"}}, {"data": data, "validate": sets}]
+    for sections in cases:
+        config = parse_config({"name": "x", **sections})
+        with pytest.raises(ConfigError, match="on this machine could start processes without end"):
+            prepare.main(cast(StageContext, SimpleNamespace(config=config, continues=None)))
 
 
 @pytest.mark.parametrize(("name", "entry"), [(NAME, {"level": 2}), ("calculator", {}), ("python", {})])

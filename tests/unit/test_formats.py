@@ -85,11 +85,11 @@ def test_a_file_is_of_the_split_that_its_topmost_name_begins_with(
 
 def test_roles_may_be_written_with_capital_letters() -> None:
     said = [{"role": "System", "content": "s"}, {"from": "Human", "value": "q"}, {"from": "GPT", "value": "a"}]
-    assert [message["role"] for message in read_messages("line 1", said, {}) or ()] == ["system", "user"]
+    assert [message["role"] for message in read_messages(said, {}) or ()] == ["system", "user"]
 
 
 def test_a_question_may_begin_with_a_list_of_python() -> None:
-    assert read_messages("line 1", "[{'role': 'user', 'content': 'b'}] is a list of what?", {}) is None
+    assert read_messages("[{'role': 'user', 'content': 'b'}] is a list of what?", {}) is None
 
 
 def test_a_csv_file_of_a_spreadsheet_may_have_semicolons(tmp_path: Path) -> None:

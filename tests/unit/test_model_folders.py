@@ -19,7 +19,7 @@ from specrl.distributed import join, leave
 from specrl.models.checks.config import rope_of
 from specrl.models.checks.folder import check_model_folder
 from specrl.models.checks.headers import read_headers, tensor_shapes
-from specrl.models.directory import HEAD, read_model_config
+from specrl.models.directory import HEAD, chat_template, read_model_config
 from specrl.models.families import FAMILIES
 from specrl.models.shapes import model_shape
 from specrl.models.sources import materialise_model
@@ -392,6 +392,12 @@ def test_a_dry_run_says_that_a_chat_template_is_missing(folder: Path) -> None:
     assert "chat_template_kwargs.enable_thinking" in check_model(Config.model_validate(values))[0]
     (folder / "chat_template.jinja").write_text("{% for message in messages %}\n{{ message.content }")
     assert "the tokenizer's chat template is wrong in line 2" in check_model(Config.model_validate(values))[0]
+
+
+def test_a_file_of_chat_templates_that_cannot_be_read_is_named_with_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(ConfigError, match=rf"^model directory {tmp_path} has a chat_template.json that is not JSON"):
+        chat_template(tmp_path)
 
 
 def test_what_can_be_no_source_is_not_taken_for_a_name_of_the_hub() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from specrl.config import ConfigError, ModelConfig, TinyModelConfig
+from specrl.models.checks.folder import check_model_folder
 from specrl.models.sources import check_source, load_tokenizer, materialise_model
 from specrl.models.tiny import CHARACTERS
 
@@ -67,6 +69,14 @@ def test_a_complete_directory_is_left_as_it_is(directory: Path) -> None:
     before = (directory / "model.safetensors").stat().st_mtime_ns
     assert materialise_model(tiny(), 99, directory) == directory
     assert (directory / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_what_a_killed_job_has_begun_is_begun_again_and_does_not_stay(tmp_path: Path) -> None:
+    for name in (".policy.tmp", f".policy.{os.getpid()}.tmp"):  # in containers, the ids of processes repeat
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"the beginning")
+    check_model_folder(materialise_model(tiny(), 0, tmp_path / "policy"), 128)
+    assert not (tmp_path / ".policy.tmp").exists()
 
 
 def test_an_existing_directory_is_copied_with_its_weights_linked(directory: Path, tmp_path: Path) -> None:

@@ -416,6 +416,8 @@ class Unreliable(ReasoningGym):
         whole, works = super()._dataset(seed), self.works
 
         class Items:
+            seed = whole.seed
+
             def __getitem__(self, index: int) -> Any:
                 return whole[index] if index in works else whole[index // 0]
 

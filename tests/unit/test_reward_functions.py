@@ -22,7 +22,7 @@ from specrl.data.files import read_problems
 from specrl.data.problems import Counts, Problem, Prompt, fit_all
 from specrl.data.rewards.functions import judge, make_rewards
 from specrl.data.rewards.pool import RewardPool
-from specrl.data.rewards.trial import doubtful_references
+from specrl.data.rewards.trial import doubtful_references, try_reward
 from specrl.distributed import Ranks
 from specrl.models.tiny import character_tokenizer
 from specrl.rollout.conversations import rewarded_prompt, rewarded_text
@@ -43,6 +43,7 @@ def table(prompt, response, answer): return {"score": 0.5, "acc": True}
 def table_of_a_list(prompt, response, answer): return [{"score": [0.5]}]
 def table_without_score(prompt, response, answer): return {"acc": True}
 def left_out(prompt, response, answer): return None if response == "skip" else 1.0
+def has_all(prompt, response, answer): return float(prompt.startswith("Be brief.\\nQ\\n"))
 def columns(prompt, response, answer, level, *, source="none"): return level + (source == "amc")
 def all_columns(prompt, response, answer, **columns): return len(columns)
 
@@ -281,6 +282,13 @@ def test_a_reward_of_the_users_may_want_the_answer_alone(tmp_path: Path) -> None
     thoughtful = Prompt(0, "Q\n<think>\n", [], "7")
     [line] = doubtful_references(config, [*stated, (thoughtful, "</think>\nAnswer: 7")])
     assert line.startswith("1 of the 3 references looked at do not earn 1")
+
+
+def test_a_reward_that_is_tried_sees_all_messages_of_its_row_as_in_a_run(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q"}]
+    rows = [{"prompt": [*chat, {"role": "user", "content": str(number)}], "answer": "x"} for number in range(3)]
+    config = load_config(config_file(tmp_path, "rewards_of_users:has_all", rows))
+    assert try_reward(config, "x", 0).score == 1.0
 
 
 def test_a_reward_that_fails_is_said_once_and_by_the_exit_code(tmp_path: Path) -> None:

@@ -95,6 +95,11 @@ def test_a_part_that_fails_or_leaves_out_costs_nothing_of_the_others() -> None:
     assert math.isnan(found.rewards[2]) and [*found.rewards[:2], *found.rewards[3:]] == [1.25, -0.25, -1.25, 1.0]
 
 
+def test_a_part_that_is_only_measured_leaves_no_response_out() -> None:
+    found = scored(data([{"name": "exact_match"}, {"name": "formal_rewards:form", "weight": 0}]), ["skip", "42"])
+    assert math.isnan(found.parts[0][1]) and found.rewards == [0.0, 1.0]
+
+
 def test_a_part_that_is_left_out_counts_as_its_groups_mean_wherever_the_group_was_generated() -> None:
     chosen = config([{"name": "exact_match"}, {"name": "formal_rewards:form", "weight": 0.25}])
     batch = batch_of([[(1, 1), (0, -1), (0, math.nan)], [(math.nan, 1), (math.nan, 0), (math.nan, 0)]], chosen)

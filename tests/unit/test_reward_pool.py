@@ -54,6 +54,8 @@ def score(prompt, response, answer):
         time.sleep(0.3)
     if word == "once" and not Path(rest).exists():
         time.sleep(1000)
+    if word == "hash":
+        return hash(answer) % 1000
     return STRANGE[word] if word in STRANGE else len(response) / 8
 """
 
@@ -91,6 +93,14 @@ def pool(module_of_rewards: Path) -> Iterator[RewardPool]:
 
 def test_held_out_sets_have_rewards_of_their_own_in_the_same_processes(pool: RewardPool) -> None:
     assert score(pool, ["Answer: answer", "no"], OTHER).rewards == [1.0, 0.0]
+
+
+def test_the_order_of_sets_is_the_same_in_all_processes(pool: RewardPool) -> None:
+    other = RewardPool(data())
+    try:
+        assert score(other, ["hash"]).rewards == score(pool, ["hash"]).rewards
+    finally:
+        other.close()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from fractions import Fraction
@@ -15,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from slurm.environment import ROOT, job_environment
 from specrl.config import Config, parse_config
 from specrl.data import drawing
 from specrl.data.drawing import FIRST_STEPS, draw_first, drawn_ahead
@@ -27,6 +31,13 @@ from specrl.models.tiny import character_tokenizer
 TOKENIZER = character_tokenizer(512)
 QUICK = {"name": "chain_sum", "parameters": {"min_terms": 2, "max_terms": 3}}
 HARD = {"hard": {"generators": [{"name": "countdown"}], "num_prompts": 4}}
+DRAW = """
+from itertools import islice
+from specrl.config import GeneratorConfig
+from specrl.data.generators import make_generator
+for name in ("isomorphic_strings", "list_functions"):
+    print([problem.question for problem in islice(make_generator(GeneratorConfig(name=name)).problems(0), 100)])
+"""
 
 
 def config_of(tmp_path: Path, generator: dict[str, Any] = QUICK, **sections: Any) -> Config:
@@ -159,7 +170,7 @@ def test_entries_are_kept_as_they_are(tmp_path: Path) -> None:
         "solved": None,
         "right": True,
         "by number": {1: (2,)},
-        "of NumPy": [np.str_("text"), np.float64(0.5)],
+        "of NumPy": [np.str_("text"), np.float64(0.5), np.int64(7)],
         "share": Fraction(2, 7),
         "answer": "half of a pair: \ud800",
     }
@@ -169,6 +180,35 @@ def test_entries_are_kept_as_they_are(tmp_path: Path) -> None:
     assert read_shard(path) == ([problem], Counts(3, 1, 0, 9))
     assert entry == {**given, "points": ("-3", ["5", (1, 2.5)], "inf"), "share": "2/7"}
     assert pa.ipc.open_file(path).read_all()["question"].to_pylist() == ["question"]
+
+
+def test_the_processes_of_jobs_draw_the_same_problems() -> None:
+    """Mutation: without PYTHONHASHSEED in `job_environment`, or without seeding Python's global generator.
+
+    Of these generators, one chooses letters from sets, and the other one draws from the global generator.
+    """
+    environment = {**os.environ, **job_environment(ROOT)}
+    command = [sys.executable, "-c", DRAW]
+    drawn = {subprocess.run(command, env=environment, capture_output=True, check=True).stdout for _ in range(2)}
+    assert len(drawn) == 1 and b"isomorphic" in drawn.pop()
+
+
+def test_all_processes_take_the_problems_of_the_one_that_was_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, later = [Problem(f"first {n}", "1", "1") for n in range(SHARD)], [Problem("later", "2", "2")]
+    draw = GeneratorMixture._candidates
+
+    def candidates(mixture: GeneratorMixture, stream: str, number: int) -> Iterator[Problem]:
+        write_shard(mixture._path(stream, number), first, Counts())  # another process does, meanwhile
+        return draw(mixture, stream, number)
+
+    monkeypatch.setattr(GeneratorMixture, "_candidates", candidates)
+    config = config_of(tmp_path)
+    assert [prompt.text for prompt in source_of(config).batch(0)] == [f"first {n}" for n in range(16)]
+    [path] = (config.run_dir / "prompts").glob("*/*")
+    write_shard(path, later, Counts())
+    assert read_shard(path) == (first, Counts()) and [*path.parent.iterdir()] == [path]
 
 
 def has(shard: Shard) -> bool:

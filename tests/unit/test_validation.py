@@ -182,9 +182,10 @@ def test_a_wrong_set_is_one_line(sets: dict[str, Any], message: str) -> None:
     ("chosen", "message"),
     [
         ({"path": "missing.jsonl"}, r"validate\.sets\.a: data file missing\.jsonl does not exist"),
+        ({"path": "texts"}, r"validate\.sets\.a: data file texts is a folder without data files"),
         ({"generators": [{"name": "worked_sum"}]}, r"validate\.sets\.a: .*did you mean worked_sums"),
         ({"path": "two.jsonl", "num_prompts": 3}, r"validate\.sets\.a\.num_prompts = 3, but two\.jsonl has only 2"),
-        ({"reward": "exact"}, r'data\.reward = "exact"'),
+        ({"reward": "exact"}, r'validate\.sets\.a: data\.reward = "exact"'),
     ],
 )
 def test_a_set_without_its_problems_is_one_line(
@@ -192,6 +193,7 @@ def test_a_set_without_its_problems_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("two.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 2}\n')
+    Path("texts").mkdir()
     with pytest.raises(ConfigError, match=message):
         check_data(config_with({"a": {"reward": "exact_match", **chosen}}))
 

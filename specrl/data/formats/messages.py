@@ -19,24 +19,24 @@ TOOLS = "tools"
 """The column with the callable functions, and the role of the entry that lists them before all messages."""
 
 
-def read_messages(place: str, value: Any, row: Mapping[str, Any]) -> list[Message] | None:
+def read_messages(value: Any, row: Mapping[str, Any]) -> list[Message] | None:
     """The messages up to the last one not by the assistant; None if the value is no conversation."""
     value = structured(value)
     if isinstance(value, str) and WRITTEN_BY_PYTHON.match(value) and value.rstrip().endswith("}]"):
         raise ConfigError(
-            f"{place}: the messages are a Python list printed as text, as pandas writes it into CSV; save them as "
-            "JSONL or Parquet"
+            "the messages are a Python list printed as text, as pandas writes it into CSV; save them as JSONL or "
+            "Parquet"
         )
     if not isinstance(value, list) or not value or not all(map(_is_message, value)):
         return None
-    messages = [_message(place, message) for message in value]
+    messages = list(map(_message, value))
     system = row.get("system")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages or messages[-1]["role"] == "system":
-        raise ConfigError(f"{place}: messages has no request before the assistant's words")
+        raise ConfigError("messages has no request before the assistant's words")
     return messages
 
 
@@ -66,16 +66,16 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role") or value.get("from"), str)
 
 
-def _message(place: str, message: Message) -> Message:
+def _message(message: Message) -> Message:
     role = str(message.get("role") or message["from"]).lower()
-    content = _text(place, message.get("content") if message.get("content") is not None else message.get("value"))
+    content = _text(message.get("content") if message.get("content") is not None else message.get("value"))
     kept = _given({name: value for name, value in message.items() if name not in OWN})
     if content is None and not kept.get("tool_calls"):
-        raise ConfigError(f"{place}: the message of {role} has no content")
+        raise ConfigError(f"the message of {role} has no content")
     return {"role": ROLES.get(role, role), "content": content or "", **kept}
 
 
-def _text(place: str, content: Any) -> str | None:
+def _text(content: Any) -> str | None:
     if content is None or isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
@@ -84,6 +84,6 @@ def _text(place: str, content: Any) -> str | None:
         text = part.get("text") if isinstance(part, dict) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ConfigError(f"{place}: the content of a message has a part of type {kind}; only text can be asked")
+            raise ConfigError(f"the content of a message has a part of type {kind}; only text can be asked")
         texts.append(text)
     return "\n".join(texts)

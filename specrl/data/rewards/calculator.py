@@ -19,10 +19,7 @@ ANSWER = re.compile(r"Answer: (-?\d[\d.,/]*)")
 ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")  # before a number, where Python refuses them
 NUMBER = re.compile(r"\d{1,15}(?:\.\d{1,6})?")
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-
-
-class NotArithmeticError(ValueError):
-    """The expression is not arithmetic on numbers, or has no value."""
+REFUSALS = (SyntaxError, ValueError, ZeroDivisionError)  # raised for what is no arithmetic on numbers, or has no value
 
 
 class Calculator:
@@ -43,7 +40,7 @@ class Calculator:
         expression = BEFORE.sub("", call[1][::-1])
         try:
             result = written(value(expression))
-        except NotArithmeticError:
+        except REFUSALS:
             result = "?"
         return [{"role": "tool", "content": f" {result}"}], 0.0, False
 
@@ -54,14 +51,11 @@ def written(number: Fraction) -> str:
 
 
 def value(expression: str) -> Fraction:
-    """Evaluate an expression of numbers, + - * / and brackets; raise NotArithmeticError if it has no value."""
+    """Evaluate an expression of numbers, + - * / and brackets; raise one of `REFUSALS` if it has no value."""
     text = ZEROS.sub("", expression.strip())
-    try:
-        if len(text) <= LONGEST:
-            return _computed(text, ast.parse(text, mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError) as error:
-        raise NotArithmeticError(text) from error
-    raise NotArithmeticError("too long")
+    if len(text) > LONGEST:
+        raise ValueError("too long")
+    return _computed(text, ast.parse(text, mode="eval").body)
 
 
 def _computed(text: str, node: ast.expr) -> Fraction:
@@ -72,4 +66,4 @@ def _computed(text: str, node: ast.expr) -> Fraction:
             return -_computed(text, operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
             return Fraction(OPERATIONS[type(op)](_computed(text, left), _computed(text, right)))
-    raise NotArithmeticError(text)
+    raise ValueError(text)

@@ -80,11 +80,10 @@ def make_environment(name: str) -> EnvironmentClass:
     if ":" not in name:
         known = ", ".join(BUILT_IN)
         raise ConfigError(f'environment.name = "{name}": it must be {known} or package.module:Class')
-    found = import_function("environment.name", name)
+    found: EnvironmentClass = import_function("environment.name", name)
     if not all(callable(getattr(found, method, None)) for method in ("reset", "step")):
         raise ConfigError(f'environment.name = "{name}" has no methods reset(problem) and step(text)')
-    made: EnvironmentClass = found
-    return made
+    return found
 
 
 def check_scoring(config: Config) -> None:

@@ -65,7 +65,6 @@ class _Registered:
     function: RewardFunction
     parameters: type[Options]
     reads: Callable[[str, str], str]  # (response, prompt) -> the part of the response that the function sees
-    of_reference: float  # the reward of a response that states the reference
 
 
 def _whole(response: str, _: str) -> str:
@@ -73,24 +72,19 @@ def _whole(response: str, _: str) -> str:
 
 
 def register_reward(
-    name: str,
-    parameters: type[Options] = Options,
-    reads: Callable[[str, str], str] = final_part,
-    *,
-    of_reference: float = 1.0,
+    name: str, parameters: type[Options] = Options, reads: Callable[[str, str], str] = final_part
 ) -> Callable[[RewardFunction], RewardFunction]:
     """Decorator that registers a reward under `name` for `data.reward`.
 
     Args:
         parameters: The model of its parameters, which are passed as the last argument, if it has any.
         reads: Selects the part of a response that it sees, unless `data.answer_from` asks for the whole.
-        of_reference: The reward of a response that states the reference as its answer.
     """
 
     def decorate(function: RewardFunction) -> RewardFunction:
         if name == "task" or name in _REGISTERED:
             raise ValueError(f"data.reward: another reward is already registered as {name!r}")
-        _REGISTERED[name] = _Registered(function, parameters, reads, of_reference)
+        _REGISTERED[name] = _Registered(function, parameters, reads)
         return function
 
     return decorate
@@ -106,15 +100,9 @@ def make_rewards(config: DataConfig) -> list[Reward]:
     return [_make_reward(config, part) for part in config.reward]
 
 
-def of_references(config: DataConfig) -> float:
-    """The reward of a response that states the reference as its answer, as far as built-in rewards define it."""
-    known = (_REGISTERED.get(part.name) for part in config.reward)
-    return weighted(config.part_weights, [found.of_reference if found is not None else 1.0 for found in known])
-
-
 def weighted(weights: Sequence[float], parts: Sequence[float]) -> float:
-    """The reward of a response, given the values of its parts."""
-    return math.fsum(weight * part for weight, part in zip(weights, parts, strict=True))
+    """The reward of a response, given the values of its parts; one with weight 0 may be NaN."""
+    return math.fsum(weight * part for weight, part in zip(weights, parts, strict=True) if weight)
 
 
 def _make_reward(config: DataConfig, part: RewardPart) -> Reward:
@@ -170,7 +158,7 @@ def _task_reward(config: DataConfig) -> Reward:
 
 def is_built_in(config: DataConfig, environment: str | None = None) -> bool:
     """Whether all parts of `data.reward`, or the environment in its place, are specrl's own."""
-    return ":" not in environment if environment is not None else not any(part.is_own for part in config.reward)
+    return ":" not in environment if environment is not None else not any(":" in part.name for part in config.reward)
 
 
 def starts_processes(config: DataConfig, environment: str | None = None) -> bool:
@@ -361,7 +349,7 @@ def length(_: str, response: str, __: str, parameters: LengthParameters) -> floa
     return min(1.0, max(0.0, (limit - len(response)) / (limit - parameters.target)))
 
 
-register_reward("code", CodeParameters, after_thoughts, of_reference=0.0)(run_tests)
+register_reward("code", CodeParameters, after_thoughts)(run_tests)
 register_reward("judge", JudgeParameters, after_thoughts)(ask_judge)
 
 

@@ -17,7 +17,7 @@ from specrl.data.rewards.functions import exact_match
 from specrl.data.rewards.sandbox import hide_memory
 
 SECONDS = 5.0  # seconds per program
-MEMORY_MIB = 1024  # bytes of its address space
+MEMORY_MIB = 1024  # of its address space
 LONGEST = 2000  # characters of output that the policy reads: the end, which shows errors
 _PROGRAM = "program.py"
 _RUNNER = """

@@ -31,7 +31,7 @@ from specrl.data.problems import Prompt
 from specrl.data.rewards import sandbox
 from specrl.data.rewards.environments import Turn
 from specrl.data.rewards.functions import is_built_in, shortened, weighted
-from specrl.data.rewards.worker import ANSWER_BYTES, STRANGE, Outcome, Parts
+from specrl.data.rewards.worker import ANSWER_BYTES, Outcome, Parts
 from specrl.processes import end_helper, start_helper
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ LONGEST_ANSWER = 2 * ANSWER_BYTES  # bytes that a process may send at once
 LOST_IN_A_ROW = 16  # lost processes after which a user's reward that has never answered counts as broken
 REASONS = 3  # reasons named in a summary of failures, most frequent first
 LOGGED = 3  # failures of one generation that are logged in full
+STRANGE = "answered with something else than an outcome, which the response may have made it do"
 
 
 class RewardError(ValueError):
@@ -320,14 +321,18 @@ class _Worker:
         """The outcome for a response; not only the fork but also the process may hang or end itself."""
         try:
             connection.send((section, message))
-            if self._answers(connection):
-                return Outcome.parse(connection.recv_bytes(LONGEST_ANSWER))
-            self._kill()
-            return Outcome(late=True)
-        except (EOFError, OSError, ValueError):
+            if not self._answers(connection):
+                self._kill()
+                return Outcome(late=True)
+            answer = connection.recv_bytes(LONGEST_ANSWER)
+        except (EOFError, OSError):
             self._kill()
             assert self._process is not None
             return Outcome(ended=self._process.returncode)
+        try:
+            return Outcome.parse(answer)
+        except ValueError:
+            return Outcome(failure=STRANGE)
 
     def _lost(self, job: _Job, reason: str) -> RewardFailure:
         failure = replace(job.failed(reason), by_response=True)

@@ -123,7 +123,7 @@ def environment(named: tuple[str, ...], scratch: Path) -> dict[str, str]:
     """The environment of a reward's process, with the variables `named` by `data.reward_environment`."""
     kept = {name: os.environ[name] for name in (*KEPT_VARIABLES, *named) if name in os.environ}
     own = {"HOME": str(scratch), "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return {**own, **kept}
+    return {**own, "PYTHONHASHSEED": "0", **kept}  # whichever process computes a reward, sets have the same order
 
 
 def _tried_namespaces(network: bool) -> int:

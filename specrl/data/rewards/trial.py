@@ -14,8 +14,8 @@ from specrl.config import Config, ConfigError
 from specrl.data.answers import close_thoughts
 from specrl.data.held_out import make_problems
 from specrl.data.problems import Prompt, fit_all
-from specrl.data.rendering import CHAT, Rendering, check_template
-from specrl.data.rewards.functions import is_built_in, of_references, shortened
+from specrl.data.rendering import CHAT, Rendering, check_template, in_format
+from specrl.data.rewards.functions import is_built_in, shortened, weighted
 from specrl.data.rewards.pool import FailureTally, RewardError, RewardPool, Scores, describe
 
 SHOWN = 400  # characters of a problem
@@ -48,9 +48,11 @@ def try_reward(config: Config, response: str, number: int, tokenizer: Any = None
     """Score a response to a training problem, given by number; a chat template needs the policy's tokenizer."""
     check_template(config.data.template)
     problem = make_problems(config, fit_all).draw("train", number, 1)[0]
-    text = problem.question if config.data.template == CHAT else config.data.template.format(prompt=problem.question)
+    messages = [*problem.context, {"role": "user", "content": problem.question}]
     if tokenizer is not None:
-        text = Rendering(config, tokenizer).text(problem.question, problem.context)
+        text = Rendering(config, tokenizer).opening(messages)
+    else:
+        text = problem.question if config.data.template == CHAT else in_format(config.data.template, messages)
     prompt = Prompt(0, text, [], problem.answer, problem.metadata)
     with closing(RewardPool(config.data, environment=config.environment.name)) as pool:
         pool.wait_until_ready()
@@ -69,7 +71,8 @@ def try_reward(config: Config, response: str, number: int, tokenizer: Any = None
 def doubtful_references(config: Config, demonstrations: Sequence[tuple[Prompt, str]]) -> list[str]:
     """Lines about references that, stated verbatim, make the reward fail or earn less than full reward."""
     found = list({(prompt.text, prompt.answer): (prompt, text) for prompt, text in demonstrations}.values())
-    right = of_references(config.data)
+    # A reference of `code` is its tests, which no program passes that is their text.
+    right = weighted(config.data.part_weights, [float(part.name != "code") for part in config.data.reward])
     with closing(RewardPool(config.data)) as pool:
         scores = _scored(pool, found)
         lost = [prompt for (prompt, _), reward in zip(found, scores.rewards, strict=True) if reward != right]

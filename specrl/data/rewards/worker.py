@@ -35,7 +35,6 @@ from specrl.processes import OTHERS_SIGNALS, become_helper, end_with_parent
 
 ANSWER_BYTES = 65_536  # bytes of a fork's longest answer
 CHECK_SECONDS = 0.05  # seconds between checks of a silent fork
-STRANGE = "answered with something else than an outcome, which the response may have made it do"
 
 Parts = list[float | str | None]
 Judge = Callable[[Prompt, Any], Parts | Turn | str]
@@ -161,9 +160,9 @@ class Scorer:
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 section, message = self.rank.recv()
-                self.rank.send_bytes(self._scored(section, message).json())
+                self.rank.send_bytes(self._scored(section, message))
 
-    def _scored(self, section: int, message: bytes) -> Outcome:
+    def _scored(self, section: int, message: bytes) -> bytes:
         processes = self.processes[section]
         folder = Path(tempfile.mkdtemp(dir=self.scratch))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -217,8 +216,11 @@ def _silence() -> None:
         os.dup2(nowhere, number)
 
 
-def _awaited(child: int, answer: socket.socket, timeout: float, *, supervised: bool) -> Outcome:
-    """The outcome of a fork; a `supervised` one first sends the descriptor for requesting processes."""
+def _awaited(child: int, answer: socket.socket, timeout: float, *, supervised: bool) -> bytes:
+    """A fork's answer, which only the rank reads, or an outcome in its place.
+
+    A `supervised` fork first sends the descriptor for requesting processes.
+    """
     deadline = time.monotonic() + timeout
     poll, listener, granted, closed = select.poll(), -1, 0, False
     poll.register(answer, select.POLLIN)
@@ -235,14 +237,15 @@ def _awaited(child: int, answer: socket.socket, timeout: float, *, supervised: b
                     listener = descriptors[0]
                     poll.register(listener, select.POLLIN)
                 elif message:
-                    return _understood(message)
+                    return message
                 else:
                     closed = True
                     poll.unregister(answer)
-            code = _exit_code(child)
-            if code is not None and (closed or not select.select([answer], [], [], 0)[0]):
-                return Outcome(late=True) if code == -signal.SIGXCPU else Outcome(ended=code)
-        return Outcome(late=True)
+            ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None and (closed or not select.select([answer], [], [], 0)[0]):
+                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                return (Outcome(late=True) if code == -signal.SIGXCPU else Outcome(ended=code)).json()
+        return Outcome(late=True).json()
     finally:
         if listener >= 0:
             os.close(listener)  # from now on no process can be started
@@ -254,19 +257,3 @@ def _received(answer: socket.socket) -> tuple[bytes, list[int]]:
     except ConnectionError:
         return b"", []
     return message, descriptors
-
-
-def _understood(message: bytes) -> Outcome:
-    try:
-        if len(message) <= ANSWER_BYTES:
-            return Outcome.parse(message)
-    except ValueError:
-        pass
-    return Outcome(failure=STRANGE)
-
-
-def _exit_code(child: int) -> int | None:
-    found = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if found is None:
-        return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status

@@ -20,7 +20,6 @@ _OTHERS = "num_key_value_heads head_dim num_experts num_local_experts num_expert
 EOS = "eos_token_id"
 TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")  # programs look them up in the embeddings
 DTYPES = ("float32", "bfloat16", "float16")
-_TOKENS = "bos_token eos_token pad_token unk_token"  # of a tokenizer
 _LISTED_TOKENS = "extra_special_tokens additional_special_tokens"
 _POSITIVE = "rms_norm_eps rope_theta model_max_length"
 _TABLES = "rope_scaling rope_parameters quantization_config compression_config auto_map "
@@ -39,7 +38,7 @@ FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("true or false", lambda value: type(value) is bool, _SWITCHES),
     ('"silu"', lambda value: type(value) is str, "hidden_act"),
     ("one of " + ", ".join(DTYPES), lambda value: value in DTYPES, "dtype torch_dtype"),
-    ("a text or an object", lambda value: type(value) in (str, dict), _TOKENS),
+    ("a text or an object", lambda value: type(value) in (str, dict), "bos_token eos_token pad_token unk_token"),
     ("a list", lambda value: type(value) is list, "architectures layer_types mlp_layer_types mlp_only_layers"),
     ("a list of whole numbers", lambda value: type(value) is list and {*map(type, value)} <= {int}, _FEATURES),
     ("an object", lambda value: type(value) is dict, _TABLES),

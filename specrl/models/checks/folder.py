@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specrl.config import ConfigError
+from specrl.config.base import ConfigError, prefixed
 from specrl.models.checks.config import EOS, check_config, form_problems, token_problems
 from specrl.models.checks.headers import check_weights, remedy
 from specrl.models.directory import CONFIG_FILE, LFS_POINTER, read_model_config, read_object
@@ -23,7 +23,8 @@ def check_model_folder(directory: Path, max_length: int) -> dict[str, Any]:
     config = check_directory(directory, max_length)
     try:
         check_weights(directory, config)
-        check_tokenizer(directory, config)
+        with prefixed(f"model directory {directory} "):
+            _check_tokenizer(directory, config)
     except OSError as error:
         raise ConfigError(f"model directory {directory} cannot be read: {error.strerror or error}") from error
     return config
@@ -34,10 +35,8 @@ def check_directory(directory: Path, max_length: int) -> dict[str, Any]:
     if directory.is_dir() and not (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"model directory {directory} has no {CONFIG_FILE}: {remedy(directory, has_config=False)}")
     config = read_model_config(directory)
-    try:
+    with prefixed(f"model directory {directory}: "):
         check_config(config)
-    except ConfigError as error:
-        raise ConfigError(f"model directory {directory}: {error}") from error
     if max_length > (longest := config["max_position_embeddings"]):
         raise ConfigError(
             f"model.max_length = {max_length}: it must not exceed the {longest} positions of the model in {directory}"
@@ -45,34 +44,29 @@ def check_directory(directory: Path, max_length: int) -> dict[str, Any]:
     return config
 
 
-def check_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
-    """Check that a directory's tokenizer can be read, fits the embeddings and names a token that ends a response."""
-    try:
-        small = {name: read_object(directory / name) for name in SMALL_FILES if (directory / name).is_file()}
-        settings = small.get("special_tokens_map.json", {}) | small.get("tokenizer_config.json", {})
-        generation = small.get("generation_config.json", {})
-        for problem, name in ((problem, name) for name, found in small.items() for problem in form_problems(found)):
-            raise ConfigError(f"has a {name} with {problem}")
-        for problem in token_problems(generation, config["vocab_size"]):
-            raise ConfigError(f"has a generation_config.json with {problem}")
-        tokens = token_ids(directory)
-        if "auto_map" in settings:
-            _load_without_its_code(directory)
-    except ConfigError as error:
-        raise ConfigError(f"model directory {directory} {error}") from error
+def _check_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
+    small = {name: read_object(directory / name) for name in SMALL_FILES if (directory / name).is_file()}
+    settings = small.get("special_tokens_map.json", {}) | small.get("tokenizer_config.json", {})
+    generation = small.get("generation_config.json", {})
+    for problem, name in ((problem, name) for name, found in small.items() for problem in form_problems(found)):
+        raise ConfigError(f"has a {name} with {problem}")
+    for problem in token_problems(generation, config["vocab_size"]):
+        raise ConfigError(f"has a generation_config.json with {problem}")
+    tokens = token_ids(directory)
+    if "auto_map" in settings:
+        _load_without_its_code(directory)
     largest, token = max(tokens, default=(-1, ""))
     known = {token for _, token in tokens}
     if known and (added := sorted(_special_tokens(settings) - known)):
         largest, token = largest + len(added), added[-1]  # transformers numbers them after the others
     if largest >= (vocab_size := config["vocab_size"]):
         raise ConfigError(
-            f"model directory {directory} has a tokenizer with token {token!r} = {largest}, beyond the embeddings' "
-            f"vocab_size = {vocab_size} rows: resize these (resize_token_embeddings of transformers), or take the "
-            "model's own tokenizer"
+            f"has a tokenizer with token {token!r} = {largest}, beyond the embeddings' vocab_size = {vocab_size} rows: "
+            "resize these (resize_token_embeddings of transformers), or take the model's own tokenizer"
         )
     if all(end in (None, [], "") for end in (config.get(EOS), generation.get(EOS), settings.get("eos_token"))):
         where = f"{EOS} in {CONFIG_FILE} and eos_token in tokenizer_config.json"
-        raise ConfigError(f"model directory {directory} names no token that ends a response: set {where}")
+        raise ConfigError(f"names no token that ends a response: set {where}")
 
 
 def _load_without_its_code(directory: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specrl.config import ConfigError
+from specrl.config.base import ConfigError, prefixed
 from specrl.models.directory import (
     CONFIG_FILE,
     EMBEDDINGS,
@@ -78,12 +78,9 @@ class StoredTensor:
 
 def check_weights(directory: Path, config: Mapping[str, Any]) -> None:
     """Check that a folder's files hold exactly the tensors of the model in its `config.json`."""
-    try:
-        stored = read_headers(directory)
-        for problem in _differences(stored, config):
+    with prefixed(f"model directory {directory} "):
+        for problem in _differences(read_headers(directory), config):
             raise ConfigError(problem)
-    except ConfigError as error:
-        raise ConfigError(f"model directory {directory} {error}") from error
 
 
 def _differences(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> Iterator[str]:
