@@ -25,6 +25,7 @@ from specrl.bench.run.main import check_memory, fitting
 from specrl.bench.run.page import with_idle_time, write_run_page
 from specrl.bench.run.results import Results
 from specrl.bench.run.trainings import CONTEXT_FILE, Training
+from specrl.bench.workers import Workers
 from specrl.config import Config, ConfigError, change_config, parse_config
 from specrl.config.rollout import BubblesConfig
 from specrl.context import StageContext
@@ -295,3 +296,12 @@ def test_as_many_drafters_are_trained_at_once_as_fit_into_memory(
 def test_nothing_starts_for_a_run_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert invoke(["bench", "run", "--run", "nobody", "--runs-dir", str(tmp_path), "--vary", "seed=1,2"]) == 2
     assert "no run nobody" in capsys.readouterr().err
+
+
+def test_a_rank_that_ends_is_reported_with_the_last_line_of_its_log(tmp_path: Path) -> None:
+    said = rf"^rank 0 of it ended before its step: .*AttributeError: .*; log: {tmp_path}"
+    with (
+        Workers("specrl.bench.gpu.communication", "it", tmp_path, 1, 1, "no scale") as workers,
+        pytest.raises(RuntimeError, match=said),
+    ):
+        workers.answers()
