@@ -126,7 +126,8 @@ def job_config(config: Config, trainings: Sequence[Resources], folder: Path, ove
 def run_here(job: BenchJob, label: str, minutes: int | None = None) -> None:
     """Run a benchmark in a process with a rank's cores, or all devices, and wait; a JobError if it failed."""
     cores, path, log = len(os.sched_getaffinity(0)), job.folder / JOB_FILE, job.folder / f"{label}.log"
-    environment = {**cache_folders(None), **os.environ}
+    # As in jobs: a benchmark may draw problems that others read.
+    environment = {**cache_folders(None), **os.environ, "PYTHONHASHSEED": "0"}
     if job.run_dir is None:
         environment |= process_variables(os.environ.get("OMP_NUM_THREADS", cores), "", has_gpus=True)
     else:

@@ -65,8 +65,8 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
         take_wandb_variables(config)
         # Prefect's server starts while MLflow is imported and creates its database, which takes seconds.
         start_parent_run(config, headline(config))
-        server.wait()
         try:
+            server.wait()
             # Prefect reads its environment only at import; the server has set it by now.
             from flows.pipeline import pipeline
 

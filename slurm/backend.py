@@ -66,7 +66,7 @@ class State:
     failed: bool = False  # a job that ended without failing has left its result
     reason: Reason | None = None  # why the job ended, if the scheduler reports it
     is_leaving: bool = False  # whether only the last processes of the job have not ended
-    in_time: bool = False  # whether the scheduler lets it run past its limit, which may have been raised
+    in_time: bool = False  # whether the scheduler itself ends it at its limit, which may be raised or pause
     never: str = ""  # why a pending job can never start
 
 

@@ -114,7 +114,8 @@ class Supervisor:
             time.sleep(CAUSE_SECONDS if self.rank == 0 else 3 * CAUSE_SECONDS)
             reason = self._reason() if self.rank < 2 else reason  # the second, because the first may be lost
         if reason == "killed":
-            return self._leave(Stop(reason, str(error).partition("\n")[0]))
+            text = str(error) if is_passing(error) else "the connection to another rank was lost"
+            return self._leave(Stop(reason, text))
         if self.rank == 0 or reason == "out of memory":
             self._end(reason)
         return 1

@@ -124,7 +124,7 @@ def _exported(run_dir: Path) -> tuple[Config, ExportResult, Path]:
     exported, config = result_of(run_dir, "export", ExportResult), read_config(run_dir)
     if exported.drafter_dir is None:
         raise ConfigError(
-            f'run {run_dir.name} has no drafter to serve: its speculation.method is "{config.speculation.method}"; '
+            f'run {run_dir.name} has no drafter: its speculation.method is "{config.speculation.method}"; '
             f"its policy alone is served by: vllm serve {exported.policy_dir}"
         )
     for folder in (exported.policy_dir, exported.drafter_dir):

@@ -41,7 +41,9 @@ TAKEN_AWAY: frozenset[Reason] = frozenset({"preempted", "requeued", "node lost"}
 TAKEN_AWAY_FACTOR = 10  # factor on the allowed jobs without progress if the cluster took them away
 SEGMENTS_FILE = "segments.jsonl"
 TRAIN_PROGRESS = "checkpoints"  # marks the progress of training; all else is redone from there
-NO_PROGRESS = frozenset({SEGMENTS_FILE, "events.jsonl", "progress.json", "mlflow_run_id", "tracking", "load"})
+NO_PROGRESS = frozenset(
+    {SEGMENTS_FILE, "events.jsonl", "progress.json", "mlflow_run_id", "tracking", "load", "best.json"}
+)
 """Files and folders that a stage writes without making progress."""
 
 

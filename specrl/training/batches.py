@@ -31,7 +31,7 @@ class TokenSequence:
     sampled: NDArray[np.bool_] | None = None
     """For each response token, whether the policy sampled it; None if it sampled all of them."""
     generation_logprobs: NDArray[Any] = field(default_factory=lambda: np.empty(0, np.float32))
-    """The engine's log-prob of each sampled token, under the whole distribution; empty if no loss is computed."""
+    """The engine's log-prob of each sampled token, under the whole distribution; empty without a rollout."""
 
     @classmethod
     def of(cls, prompt: Sequence[int], response: Sequence[int], index: int) -> TokenSequence:

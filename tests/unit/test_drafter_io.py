@@ -93,7 +93,7 @@ def test_config_states_every_flag(saved: tuple[Drafter, Path]) -> None:
         ("other width", r"fc.weight is \[32, 64\], its config.json says \[32, 96\]"),
         ("bias", "attention_bias = True"),
         ("gated by gelu", "hidden_act = 'gelu'"),
-        ("other rotary embedding", "type 'dynamic'"),
+        ("other rotary embedding", 'rope_type = "dynamic"'),
         ("other policy", "hidden_size = 64, and the policy has hidden_size = 32"),
         ("layers that do not ascend", r"layers \[3, 1, 5\]"),
         ("layers that the policy lacks", r"layers \[1, 3, 7\]"),

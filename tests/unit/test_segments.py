@@ -59,6 +59,13 @@ def test_progress_of_training_is_a_checkpoint_and_no_rollout(tmp_path: Path) -> 
     assert job(train, "walltime", progress="checkpoints/step=2")
 
 
+def test_the_best_checkpoint_that_a_continuation_adopts_is_no_progress(tmp_path: Path) -> None:
+    train = tmp_path / "train-0"
+    (train / "checkpoints").mkdir(parents=True)
+    assert job(train, "hang")
+    assert not job(train, "hang", progress="checkpoints/best.json")
+
+
 def test_the_load_that_other_nodes_leave_for_the_first_rank_is_no_progress(tmp_path: Path) -> None:
     (tmp_path / "load").mkdir()
     assert job(tmp_path, "hang")

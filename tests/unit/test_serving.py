@@ -37,7 +37,7 @@ def test_a_run_that_cannot_be_served_is_one_line(tmp_path: Path, capsys: pytest.
     assert "no run nobody" in complaint(capsys, "nobody", "--runs-dir", str(tmp_path))
     assert "has not finished export; continue it with: specrl resume" in complaint(capsys, exported(tmp_path))
     run = exported(tmp_path, policy_dir=tmp_path, drafter_dir=None)
-    assert 'no drafter to serve: its speculation.method is "ngram"' in complaint(capsys, run)
+    assert 'no drafter: its speculation.method is "ngram"' in complaint(capsys, run)
     run = exported(tmp_path, policy_dir=tmp_path, drafter_dir=tmp_path / "gone")
     assert f"{tmp_path / 'gone'} is gone" in complaint(capsys, run)
 

@@ -137,6 +137,17 @@ def test_a_file_system_that_fails_has_the_stage_go_on_in_another_job_until_it_ge
     assert failed is not None and failed.killed
 
 
+def test_a_lost_rank_is_said_in_plain_words(job: Job) -> None:
+    job.patch.setattr("slurm.supervisor.CAUSE_SECONDS", 0)
+    for attempt in range(2):
+        first = job.rank(0, "7", attempt)
+        first.request.key.folder.mkdir(parents=True, exist_ok=True)
+        first._begin()
+        first._raised(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
+    gave_up = str(read_segments(job.stage_dir)[-1].gave_up)
+    assert gave_up.endswith("the last time: the connection to another rank was lost")
+
+
 def test_a_rank_that_memory_ran_out_for_ends_the_stage_where_it_got_no_further(job: Job) -> None:
     job.patch.setattr("slurm.supervisor.CAUSE_SECONDS", 0)
     lost, log = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), "7_0_log.out"

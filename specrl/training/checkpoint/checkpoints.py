@@ -174,10 +174,10 @@ class Checkpoints:
             self._complete(folder, manifest, written)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
-            why = error.strerror or error
+            why, remedy = error.strerror or error, "make room or repair the disk, then resume the run, which goes on"
             raise CheckpointError(
-                f"the checkpoint for step {manifest.step} cannot be written to {self.directory} ({why}): make room or "
-                "repair the disk, then resume the run, which goes on from the checkpoint before"
+                f"the checkpoint for step {manifest.step} cannot be written to {self.directory} ({why}): "
+                f"{'another job goes on' if error.errno in PASSING else remedy} from the checkpoint before"
             ) from error
         size = sum(file.size for files in written for file in files)
         self.seconds = time.monotonic() - started
