@@ -412,6 +412,20 @@ def test_a_stop_that_is_asked_for_while_a_flow_starts_is_not_forgotten(
     assert found == [False, True]
 
 
+def test_a_run_whose_prefect_server_is_silent_ends_as_failed(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.run_dir.mkdir(parents=True)
+    write_config(config)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    for name in ("check", "begin_run", "start_parent_run"):
+        monkeypatch.setattr(execute, name, lambda *arguments: None)
+    ended: list[str] = []
+    monkeypatch.setattr(execute, "finish", lambda config, status, error: ended.append(f"{status}: {error}"))
+    with pytest.raises(server.ServerError):
+        execute.execute(config, resumed=False)
+    [said] = ended
+    assert said.startswith("FAILED: no Prefect server answers at http://127.0.0.1:9/api")
+
+
 def test_a_full_disk_does_not_hide_why_a_run_ended(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[object] = []
 
