@@ -148,11 +148,14 @@ def _write(config: ModelConfig, seed: int, directory: Path) -> None:
         is_folder = kind == "directory"
         source = Path(config.source) if is_folder else download("model.source", config.source, HUB_PATTERNS)
         check_model_folder(source, config.max_length)
-        _link(source, directory)
+        _link(source, directory, config.dtype)
 
 
-def _link(source: Path, directory: Path) -> None:
-    """Link weights, so that 16 GB are not written twice, and drop the remote-code keys that the family ignores."""
+def _link(source: Path, directory: Path, dtype: str) -> None:
+    """Link weights, so that 16 GB are not written twice, and drop the remote-code keys that the family ignores.
+
+    The configuration names the type that the run computes in, as the drafter and the exported policy do.
+    """
     weights = set(weight_files(source))
     for file in source.iterdir():
         if file.name in weights:
@@ -161,9 +164,9 @@ def _link(source: Path, directory: Path) -> None:
             shutil.copyfile(file, directory / file.name)
     config = read_model_config(source)
     family = family_of(config)
-    if family.ignored_keys:
-        kept = {key: value for key, value in config.items() if key not in family.ignored_keys}
-        write_json(directory / CONFIG_FILE, kept | {"model_type": family.model_type})
+    kept = {key: value for key, value in config.items() if key not in {*family.ignored_keys, "dtype"}}
+    own = {"model_type": family.model_type} if family.ignored_keys else {}
+    write_json(directory / CONFIG_FILE, kept | own | {"torch_dtype": dtype})
     _name_tokenizer_class(directory)
 
 

@@ -4,13 +4,13 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specrl.config import ConfigError, ModelConfig, TinyModelConfig
 from specrl.models.checks.folder import check_model_folder
@@ -86,6 +86,16 @@ def test_an_existing_directory_is_copied_with_its_weights_linked(directory: Path
     assert not (made / "config.json").is_symlink()
     assert load_tokenizer(made).encode("a") == load_tokenizer(directory).encode("a")
     assert AutoModelForCausalLM.from_pretrained(made).config.vocab_size == 128
+
+
+def test_the_configuration_of_a_linked_model_names_the_type_that_the_run_computes_in(
+    directory: Path, tmp_path: Path
+) -> None:
+    source = broken(directory, tmp_path / "source", dtype="float32").source
+    dtypes: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16", "float32")
+    for dtype in dtypes:
+        materialise_model(ModelConfig(source=source, dtype=dtype, max_length=128), 0, made := tmp_path / dtype)
+        assert str(AutoConfig.from_pretrained(made).dtype) == f"torch.{dtype}"
 
 
 def test_the_tokenizer_of_a_policy_is_its_file_whatever_class_its_settings_name(
