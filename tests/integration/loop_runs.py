@@ -41,6 +41,7 @@ from specrl.precision.recipe import KvScales, Recipe, write_recipe
 from specrl.processes import free_port
 from specrl.progress import Progress
 from specrl.rollout.bubbles.generator import StepRollouts
+from specrl.rollout.bubbles.pregeneration import Pregeneration
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages import train
 from specrl.stages.train import finish
@@ -149,11 +150,11 @@ def let_first_rank_wait(trainer: Trainer) -> None:
     """
     ranks, store = trainer.ranks, PrefixStore("uneven", trainer.ranks.store())
     if ranks.rank == ranks.world_size - 1:
-        use: Any = trainer.spot or trainer.generator._pregeneration
+        use: Any = trainer.spot or Pregeneration
         work = use.work
 
-        def tell(stop: Callable[[], bool]) -> bool:
-            worked: bool = work(stop)
+        def tell(*arguments: Any) -> bool:
+            worked: bool = work(*arguments)
             store.set(f"used in step {trainer.lifetime.step}", "")
             return worked
 
